@@ -31,19 +31,21 @@ from .scheduler.messages import (
     Describe,
     Load,
     Loading,
+    LoadState,
     Output,
     Reply,
     Request,
     ResetPrefixCache,
     Rewind,
     Save,
+    SaveState,
     Start,
     Swap,
     ToEngine,
     decode_from_engine,
     decode_to_engine,
 )
-from .stream import Result
+from .stream import AsyncStream, Result
 from .text.tokenizer import Message, Tokenizer
 from .text_request import TextRequest, answer_readers, explains_options
 
@@ -70,25 +72,6 @@ class EngineLimits:
     vocab: int
     eos_ids: list[int]
     sessions: int
-
-
-class AsyncStream(AsyncIterator[str]):
-    """The text of one answer, as it comes. Made by `AsyncEngine.stream`.
-
-    Attributes:
-        result: the answer so far; complete when the last piece was taken.
-    """
-
-    def __init__(self, pieces: AsyncIterator[str], result: Result) -> None:
-        self._pieces = pieces
-        self.result = result
-
-    async def __anext__(self) -> str:
-        return await anext(self._pieces)
-
-    async def aclose(self) -> None:
-        """End the answer here. Its session is given back."""
-        await self._pieces.aclose()  # type: ignore[attr-defined]
 
 
 class AsyncEngine:
@@ -285,6 +268,14 @@ class AsyncEngine:
     async def close_session(self, session: str) -> None:
         """Close a kept session."""
         await self._ask(Close(self.new_id(), session))
+
+    async def save_state(self, tokens: list[int], path: Path, compute: bool = True) -> None:
+        """See `PrefixCache.save`."""
+        await self._ask(SaveState(self.new_id(), tokens, str(path.absolute()), compute))
+
+    async def load_state(self, path: Path) -> None:
+        """See `PrefixCache.load`."""
+        await self._ask(LoadState(self.new_id(), str(path.absolute())))
 
     async def describe(self) -> dict[str, Any]:
         """See `Engine.describe`."""

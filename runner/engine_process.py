@@ -13,6 +13,7 @@ import sys
 from collections import deque
 from contextlib import suppress
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 from ostinato.delegate.artifact.digest import parse_digest
@@ -28,12 +29,14 @@ from .scheduler.messages import (
     Ended,
     Load,
     Loading,
+    LoadState,
     Output,
     Reply,
     Request,
     ResetPrefixCache,
     Rewind,
     Save,
+    SaveState,
     Start,
     Swap,
     ToEngine,
@@ -129,6 +132,10 @@ class EngineProcess:
                 return kept.load(session, path)
             case Close(_, session):
                 kept.close(session)
+            case SaveState(_, tokens, path, compute):
+                engine.driver.scheduler.prefixes.save(tokens, Path(path), compute)
+            case LoadState(_, path):
+                engine.driver.scheduler.prefixes.load(Path(path))
             case Describe():
                 return engine.describe()
             case ResetPrefixCache():

@@ -1,8 +1,8 @@
-"""`Stream`: an answer as it comes, and its `Result`."""
+"""`Stream` and `AsyncStream`: an answer as it comes, and its `Result`."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -82,3 +82,22 @@ class Stream(Iterator[Piece], Generic[Piece]):
     def close(self) -> None:
         """End the answer here, and give its session back. Closing twice is fine."""
         self._pieces.close()
+
+
+class AsyncStream(AsyncIterator[str]):
+    """The text of one answer, as it comes. Made by `AsyncEngine.stream`.
+
+    Attributes:
+        result: the answer so far; complete when the last piece was taken.
+    """
+
+    def __init__(self, pieces: AsyncIterator[str], result: Result) -> None:
+        self._pieces = pieces
+        self.result = result
+
+    async def __anext__(self) -> str:
+        return await anext(self._pieces)
+
+    async def aclose(self) -> None:
+        """End the answer here. Its session is given back."""
+        await self._pieces.aclose()  # type: ignore[attr-defined]

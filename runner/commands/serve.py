@@ -56,6 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "how long a step with prompts should take (default: 16, CPU: 100, experts on the host: 250)",
         ),
         ("--host-cache-bytes", int, 0, "N", "the host's memory for the prefix cache, in bytes (default: %(default)s)"),
+        (
+            "--session-dir",
+            Path,
+            None,
+            "DIR",
+            "have /v1/sessions, with their files in this folder (default: there are none)",
+        ),
+        ("--session-ttl", float, 3600.0, "S", "idle sessions leave memory after S seconds (default: %(default)g)"),
         ("--drain-seconds", float, 30.0, "S", "how long requests may go on after SIGTERM (default: %(default)g)"),
     ):
         parser.add_argument(name, type=kind, default=default, metavar=metavar, help=text)
@@ -79,8 +87,9 @@ def main(arguments: argparse.Namespace) -> int:
         raise OptionError(f"serve needs {error.name}: pip install 'ostinato[serve]'") from error
     if not 0 <= arguments.port < 65536:
         raise OptionError(f"--port takes 0 to 65535, got {arguments.port}")
-    if not arguments.drain_seconds >= 0:
-        raise OptionError(f"--drain-seconds takes 0 or more, got {arguments.drain_seconds}")
+    for name in ("drain_seconds", "session_ttl"):
+        if not getattr(arguments, name) >= 0:
+            raise OptionError(f"--{name.replace('_', '-')} takes 0 or more, got {getattr(arguments, name)}")
     check_options(arguments.max_step_ms, arguments.max_waiting, ("--max-step-ms", "--max-waiting"))
     keys = read_keys(arguments.api_key_file)
     if not keys and not _is_loopback(arguments.host):
@@ -97,6 +106,8 @@ def main(arguments: argparse.Namespace) -> int:
             arguments.drain_seconds,
             not arguments.no_log_requests,
             arguments.log_prompts,
+            arguments.session_dir,
+            arguments.session_ttl,
             _engine_options(arguments),
         )
     )

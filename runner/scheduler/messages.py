@@ -108,6 +108,22 @@ class Close(msgspec.Struct, tag=True):
     session: str
 
 
+class SaveState(msgspec.Struct, tag=True):
+    """Write a session with these tokens to a file. What the prefix cache does not have of it is computed, or left out."""
+
+    id: str
+    tokens: list[int]
+    path: str
+    compute: bool = True
+
+
+class LoadState(msgspec.Struct, tag=True):
+    """Have the prefix cache keep the state of the session in a file."""
+
+    id: str
+    path: str
+
+
 class Describe(msgspec.Struct, tag=True):
     """Ask for `Engine.describe()`, with the scheduler's `stats`."""
 
@@ -222,7 +238,7 @@ class Loading(msgspec.Struct, tag=True):
     total: int
 
 
-Command = Rewind | Save | Load | Close | Describe | ResetPrefixCache | Swap
+Command = Rewind | Save | Load | Close | SaveState | LoadState | Describe | ResetPrefixCache | Swap
 ToEngine = Request | Cancel | Start | Command
 FromEngine = list[Output] | Reply | Loading
 

@@ -15,6 +15,7 @@ from ostinato.delegate.errors import ArtifactError, InputError, OptionError
 from ostinato.delegate.sampling_params import SamplingParams, TokenLogprobs
 from ostinato.runner.answer_reader import AnswerReader
 from ostinato.runner.async_engine import AsyncEngine
+from ostinato.runner.chat_history import ChatHistory
 from ostinato.runner.prompt_lines import with_options
 from ostinato.runner.scheduler.messages import Request
 from ostinato.runner.stream import Result
@@ -26,6 +27,7 @@ from ostinato.runner.text_request import TextRequest
 
 from .metrics import Metrics
 from .protocol import MAX_CHOICES, ChatBody, ChatMessage, CompletionBody, GenerationBody
+from .sessions import Turn
 
 # OpenAI's default for completions. An answer of a chat may be as long as there is room.
 _COMPLETION_TOKENS = 16
@@ -120,6 +122,7 @@ class Generation:
 
     Attributes:
         id: name of the request, for the client.
+        turn: the session that its one choice goes on with, and what it is asked; None: no session.
         created: when it came, in seconds since 1970.
         choices: `n` for each prompt, one prompt after the other.
         begun: when it was sent to the engine, by `time.perf_counter`.
@@ -130,6 +133,7 @@ class Generation:
     ) -> None:
         self.id, self.created, self.choices = name, int(time.time()), choices
         self.begun = time.perf_counter()
+        self.turn: tuple[Turn, list[Message], Prompt] | None = None
         self._engine, self._metrics, self._requests = engine, metrics, requests
         self._by_place = {(choice.request.id, choice.number): choice for choice in choices}
 
@@ -160,10 +164,21 @@ class Generation:
                             # A stop string has ended it.
                             self._engine.cancel(choice.request, choice.number)
                     ready.append((choice, piece))
+                if not left and self.turn is not None:
+                    # Before the client knows that the answer is complete: it may go on at once.
+                    await self._complete(*self.turn)
                 if ready:
                     yield ready
                 if not left:
                     return
+
+    async def _complete(self, turn: Turn, asked: list[Message], prompt: Prompt) -> None:
+        (choice,) = self.choices
+        said: Message = {"role": "assistant", "content": choice.content}
+        if choice.reasoning:
+            said["reasoning_content"] = choice.reasoning
+        await turn.complete(asked, prompt, choice.result, said)
+        turn.release()
 
     def _count(self, choice: Choice, piece: Piece, now: float) -> None:
         metrics, result = self._metrics, choice.result
@@ -214,9 +229,9 @@ class Answering:
         self.tokenizer: Tokenizer = engine.tokenizer
         self._defaults = default_params(self.tokenizer.generation_config)
 
-    async def chat(self, body: ChatBody) -> Generation:
-        """Raises InputError, OptionError: what the body asks for cannot be done."""
-        return await self._in_thread(self._chat, body)
+    async def chat(self, body: ChatBody, turn: Turn | None = None) -> Generation:
+        """`turn`: of a session that the messages follow. Raises InputError, OptionError: the body cannot be done."""
+        return await self._in_thread(self._chat, body, turn)
 
     async def completion(self, body: CompletionBody) -> Generation:
         """Raises InputError, OptionError: what the body asks for cannot be done."""
@@ -238,13 +253,15 @@ class Answering:
     async def _in_thread(self, function: Any, *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
-    def _chat(self, body: ChatBody) -> Generation:
+    def _chat(self, body: ChatBody, turn: Turn | None) -> Generation:
         kwargs = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             kwargs.setdefault("reasoning_effort", body.reasoning_effort)
             if body.reasoning_effort == "none":
                 kwargs.setdefault("enable_thinking", False)
-        prompt = encode_prompt(self.tokenizer, messages_of(body.messages), chat_template_kwargs=kwargs)
+        history = turn.session.history if turn is not None else ChatHistory()
+        messages = [*history.messages, *messages_of(body.messages)]
+        prompt = history.prompt(self.tokenizer, messages, kwargs)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         if body.top_logprobs is not None and not body.logprobs:
             raise OptionError("top_logprobs needs logprobs to be true")
@@ -254,7 +271,13 @@ class Answering:
         if limit == 0:
             raise OptionError("max_tokens must be 1 or more, got 0")
         asked = self._asked(body, limit or self._engine.limits.max_seq_len, logprobs, prompt=prompt)
-        return self._generation("chatcmpl", body, [(asked, prompt, "".join(piece.text for piece in prompt.pieces))])
+        text = "".join(piece.text for piece in prompt.pieces)
+        generation = self._generation("chatcmpl", body, [(asked, prompt, text)])
+        if turn is not None:
+            if body.n > 1:
+                raise OptionError(f"one answer goes on with a session, got n {body.n}")
+            generation.turn = turn, messages, prompt
+        return generation
 
     def _completion(self, body: CompletionBody) -> Generation:
         limit = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens

@@ -5,19 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from ostinato.delegate.errors import CapacityError, ClosedError, InputError, OptionError, OstinatoError
+from ostinato.delegate.errors import (
+    CapacityError,
+    ClosedError,
+    InputError,
+    OptionError,
+    OstinatoError,
+    SessionFileError,
+)
 from ostinato.delegate.version import __version__
 from ostinato.runner.async_engine import AsyncEngine, EngineProcessError
 from ostinato.runner.openai_bodies import error_body
@@ -26,25 +32,12 @@ from ostinato.runner.scheduler.messages import QueueFullError
 from . import protocol
 from .answering import Answering, Choice, ContextLengthError, Generation, Piece
 from .metrics import CONTENT_TYPE, Metrics
-from .responses import ChatForm, CompletionForm, Form, event
+from .responses import ChatForm, CompletionForm, Form, event, json_response
+from .session_routes import session_router
+from .sessions import BusySessionError, NoSessionError, SessionStore
 
 log = logging.getLogger("ostinato.server")
 Got = TypeVar("Got")
-
-_REFUSED = {
-    400: "the request cannot be done as it is",
-    401: "no key, or a wrong one",
-    404: "there is no such model, session or path",
-    408: "the body did not come in time",
-    413: "the body is too large",
-    415: "the body is not JSON",
-    429: "too many requests wait: try again",
-    500: "the engine has failed with this request",
-    503: "the engine is not there, or the server ends",
-}
-_DOCUMENTED: dict[int | str, dict[str, Any]] = {
-    status: {"model": protocol.ErrorAnswer, "description": text} for status, text in _REFUSED.items()
-}
 
 
 @dataclass
@@ -56,6 +49,7 @@ class Service:
         answering: makes generations.
         metrics: counts them.
         name: the model's name.
+        sessions: conversations by id; None: there are none.
         created: when the server began, in seconds since 1970.
         failure: why the engine answers nothing any more; None: it does.
         logs_requests, logs_prompts: whether each request is logged, and its prompt and answers, too.
@@ -67,6 +61,7 @@ class Service:
     name: str
     logs_requests: bool = True
     logs_prompts: bool = False
+    sessions: SessionStore | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     failure: str | None = None
 
@@ -86,32 +81,38 @@ def make_app(service: Service) -> FastAPI:
     app.add_exception_handler(Exception, _broken)
     answering, engine = service.answering, service.engine
 
-    @app.post("/v1/chat/completions", response_model=protocol.ChatAnswer, responses=_DOCUMENTED)
+    @app.post("/v1/chat/completions", response_model=protocol.ChatAnswer, responses=protocol.DOCUMENTED)
     async def chat(request: Request, body: protocol.ChatBody) -> Response:
         """Answer a chat."""
         _check_model(service, body.model)
-        generation = await answering.chat(body)
-        return await _respond(service, request, ChatForm(service.name, answering.tokenizer, body, generation))
+        turn = None if body.session is None else await _store(service).begin(request.state.owner, body.session)
+        try:
+            generation = await answering.chat(body, turn)
+            return await _respond(service, request, ChatForm(service.name, answering.tokenizer, body, generation))
+        except BaseException:
+            if turn is not None:
+                turn.release()
+            raise
 
-    @app.post("/v1/completions", response_model=protocol.CompletionAnswer, responses=_DOCUMENTED)
+    @app.post("/v1/completions", response_model=protocol.CompletionAnswer, responses=protocol.DOCUMENTED)
     async def completion(request: Request, body: protocol.CompletionBody) -> Response:
         """Go on with texts, or with token ids."""
         _check_model(service, body.model)
         generation = await answering.completion(body)
         return await _respond(service, request, CompletionForm(service.name, answering.tokenizer, body, generation))
 
-    @app.get("/v1/models", response_model=protocol.ModelList, responses=_documented(401, 503))
+    @app.get("/v1/models", response_model=protocol.ModelList, responses=protocol.documented(401, 503))
     async def models() -> Response:
         """The model that is served."""
-        return _json({"object": "list", "data": [_card(service)]})
+        return json_response({"object": "list", "data": [_card(service)]})
 
-    @app.get("/v1/models/{model:path}", response_model=protocol.ModelCard, responses=_documented(401, 404, 503))
+    @app.get("/v1/models/{model:path}", response_model=protocol.ModelCard, responses=protocol.documented(401, 404, 503))
     async def model(model: str) -> Response:
         """The model that is served, by its name."""
         _check_model(service, model)
-        return _json(_card(service))
+        return json_response(_card(service))
 
-    @app.post("/tokenize", response_model=protocol.TokenizeAnswer, responses=_DOCUMENTED)
+    @app.post("/tokenize", response_model=protocol.TokenizeAnswer, responses=protocol.DOCUMENTED)
     async def tokenize(body: protocol.TokenizeBody) -> Response:
         """Token ids of a text, or of a chat."""
         _check_model(service, body.model)
@@ -123,25 +124,27 @@ def make_app(service: Service) -> FastAPI:
         found = {"count": len(tokens), "max_model_len": engine.limits.max_seq_len, "tokens": tokens}
         if body.return_token_strs:
             found["token_strs"] = [answering.tokenizer.decode([token]) for token in tokens]
-        return _json(found)
+        return json_response(found)
 
-    @app.post("/detokenize", response_model=protocol.DetokenizeAnswer, responses=_DOCUMENTED)
+    @app.post("/detokenize", response_model=protocol.DetokenizeAnswer, responses=protocol.DOCUMENTED)
     async def detokenize(body: protocol.DetokenizeBody) -> Response:
         """The text of token ids."""
         _check_model(service, body.model)
-        return _json({"prompt": answering.tokenizer.decode(body.tokens)})
+        return json_response({"prompt": answering.tokenizer.decode(body.tokens)})
 
-    @app.get("/metrics", response_class=Response, responses=_documented(503))
+    app.include_router(session_router(lambda: _store(service)))
+
+    @app.get("/metrics", response_class=Response, responses=protocol.documented(503))
     async def metrics() -> Response:
         """What the server has counted, for Prometheus."""
         return Response(service.metrics.text(await engine.describe()), media_type=CONTENT_TYPE)
 
-    @app.get("/health", response_model=protocol.Health, responses=_documented(503))
+    @app.get("/health", response_model=protocol.Health, responses=protocol.documented(503))
     async def health() -> Response:
         """Whether requests are answered."""
         if service.failure is not None:
-            return _json(error_body("unhealthy", service.failure, "server_error"), 503)
-        return _json({"status": "ok"})
+            return json_response(error_body("unhealthy", service.failure, "server_error"), 503)
+        return json_response({"status": "ok"})
 
     return app
 
@@ -155,7 +158,7 @@ async def _respond(service: Service, request: Request, form: Form) -> Response:
     if not form.body.stream:
         await until_gone(request.receive, generation.run())
         _log(service, request, generation)
-        return _json(form.answer())
+        return json_response(form.answer())
     pieces = generation.pieces()
     try:
         # What fails before the first token has a status of its own.
@@ -251,6 +254,12 @@ def _error(request: Request, error: Exception) -> tuple[int, dict[str, Any], dic
             return 400, error_body(None, text), {}
         case EngineProcessError() | ClosedError():
             return 503, error_body("engine_unavailable", text, "server_error"), {}
+        case NoSessionError():
+            return 404, error_body("session_not_found", text), {}
+        case BusySessionError():
+            return 409, error_body("session_busy", text), {}
+        case SessionFileError():
+            return 400, error_body("session_file", text), {}
         case ClientGoneError():
             return 499, error_body(None, text), {}
     return 500, error_body("engine_error", f"request {request.state.id} has failed: {text}", "server_error"), {}
@@ -260,13 +269,13 @@ async def _failed(request: Request, error: Exception) -> Response:
     status, body, headers = _error(request, error)
     if status >= 500:
         log.error("%s %s", request.state.id, body["error"]["message"])
-    return _json(body, status, headers)
+    return json_response(body, status, headers)
 
 
 async def _broken(request: Request, error: Exception) -> Response:
     # Starlette raises it once more, and it is logged with its traceback.
     text = f"request {request.state.id} has failed in the server: {type(error).__name__}"
-    return _json(error_body("internal_error", text, "server_error"), 500)
+    return json_response(error_body("internal_error", text, "server_error"), 500)
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
@@ -283,12 +292,19 @@ async def _invalid(request: Request, error: Exception) -> Response:
         what = f"unknown parameter {param!r}"
     elif param is not None:
         what = f"{param}: {what}"
-    return _json(error_body(None, what, param=param), 400)
+    return json_response(error_body(None, what, param=param), 400)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return _json(error_body(None, str(error.detail)), error.status_code, error.headers)
+    return json_response(error_body(None, str(error.detail)), error.status_code, error.headers)
+
+
+def _store(service: Service) -> SessionStore:
+    """Raises NoSessionError: there are no sessions here."""
+    if service.sessions is None:
+        raise NoSessionError("sessions are off here: start the server with --session-dir")
+    return service.sessions
 
 
 def _check_model(service: Service, name: str | None) -> None:
@@ -309,14 +325,6 @@ def _card(service: Service) -> dict[str, Any]:
         "max_model_len": service.engine.limits.max_seq_len,
         "vocab_size": service.engine.limits.vocab,
     }
-
-
-def _documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    return {status: _DOCUMENTED[status] for status in statuses}
-
-
-def _json(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 
 def _log(service: Service, request: Request, generation: Generation) -> None:

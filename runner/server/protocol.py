@@ -161,6 +161,18 @@ class TokenizeBody(Body):
     return_token_strs: bool = False
 
 
+class NewSessionBody(Body):
+    """POST /v1/sessions. `messages`: what was said before."""
+
+    messages: list[ChatMessage] = Field(default_factory=list)
+
+
+class RewindBody(Body):
+    """POST /v1/sessions/ID/rewind. `messages`: how many of the session's first messages to keep."""
+
+    messages: int = Field(ge=0, lt=2**31)
+
+
 class DetokenizeBody(Body):
     """POST /detokenize"""
 
@@ -270,5 +282,57 @@ class DetokenizeAnswer(BaseModel):
     prompt: str
 
 
+class SessionCard(BaseModel):
+    """A session. `messages` and `tokens`: how many it has; times are seconds since 1970."""
+
+    id: str
+    object: Literal["session"]
+    created: int
+    last_used: int
+    messages: int
+    tokens: int
+
+
+class SessionHistory(SessionCard):
+    """A session with its messages."""
+
+    history: list[dict[str, Any]]
+
+
+class SessionList(BaseModel):
+    object: Literal["list"]
+    data: list[SessionCard]
+
+
+class SessionDeleted(BaseModel):
+    id: str
+    object: Literal["session.deleted"]
+    deleted: bool
+
+
 class Health(BaseModel):
     status: Literal["ok"]
+
+
+# --- statuses
+
+_REFUSED = {
+    400: "the request cannot be done as it is",
+    401: "no key, or a wrong one",
+    404: "there is no such model, session or path",
+    409: "an answer goes on with the session",
+    408: "the body did not come in time",
+    413: "the body is too large",
+    415: "the body is not JSON",
+    429: "too many requests wait: try again",
+    500: "the engine has failed with this request",
+    503: "the engine is not there, or the server ends",
+}
+DOCUMENTED: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorAnswer, "description": text} for status, text in _REFUSED.items()
+}
+
+
+def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Some of these statuses, for a route's document."""
+    return {status: DOCUMENTED[status] for status in statuses}

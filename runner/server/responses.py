@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+from starlette.responses import Response
 
 from ostinato.runner.openai_bodies import chat_logprobs, completion_logprobs, finish_reason
 from ostinato.runner.text.tokenizer import Tokenizer
 
 from . import protocol
 from .answering import Choice, Generation, Piece
+
+
+def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A response with a body in JSON's types."""
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 
 def event(body: dict[str, Any]) -> bytes:

@@ -7,7 +7,9 @@ import logging
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -23,6 +25,7 @@ from .answering import Answering
 from .app import Service, make_app
 from .gate import Gate
 from .metrics import Metrics
+from .sessions import SessionStore
 
 log = logging.getLogger("ostinato.server")
 
@@ -44,6 +47,7 @@ class ServeOptions:
         keys: see `Gate`.
         drain_seconds: how long requests may go on after SIGTERM.
         logs_requests, logs_prompts: whether each request is logged, and its prompt and answers, too.
+        session_dir, session_ttl_seconds: see `SessionStore`; without a folder there are no sessions.
         engine: options of `Engine.load`.
     """
 
@@ -55,6 +59,8 @@ class ServeOptions:
     drain_seconds: float = 30.0
     logs_requests: bool = True
     logs_prompts: bool = False
+    session_dir: Path | None = None
+    session_ttl_seconds: float = 3600.0
     engine: dict[str, Any] = field(default_factory=dict)
 
 
@@ -96,22 +102,29 @@ async def _serve(options: ServeOptions, listener: socket.socket) -> int:
         service = Service(
             engine, Answering(engine, metrics), metrics, name, options.logs_requests, options.logs_prompts
         )
+        if options.session_dir is not None:
+            service.sessions = SessionStore(engine, options.session_dir, options.session_ttl_seconds)
         gate = Gate(make_app(service), options.keys)
         server = _Server(uvicorn.Config(gate, **_UVICORN), gate, service, options.drain_seconds)
-        host, port = listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        log.info(
-            "ready after %.1f s: http://%s:%d serves %s, %d sessions of %s tokens",
-            time.perf_counter() - begin,
-            shown,
-            port,
-            service.name,
-            engine.limits.sessions,
-            f"{engine.limits.max_seq_len:,}",
-        )
-        watch = asyncio.create_task(server.watch())
+
+        def say_ready() -> None:
+            host, port = listener.getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else host
+            limits = engine.limits
+            log.info(
+                "ready after %.1f s: http://%s:%d serves %s, %d sessions of %s tokens",
+                *(time.perf_counter() - begin, shown, port, name, limits.sessions, f"{limits.max_seq_len:,}"),
+            )
+
+        server.on_ready = say_ready
+        tasks = [asyncio.create_task(server.watch())]
+        if service.sessions is not None:
+            tasks.append(asyncio.create_task(service.sessions.watch()))
         await server.serve(sockets=[listener])
-        watch.cancel()
+        for task in tasks:
+            task.cancel()
+        if service.sessions is not None:
+            await service.sessions.close()
         return 1 if service.failure is not None else 0
     finally:
         await engine.close()
@@ -133,8 +146,14 @@ class _Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, gate: Gate, service: Service, drain_seconds: float) -> None:
         super().__init__(config)
+        self.on_ready: Callable[[], None] = lambda: None
         self._gate, self._service, self._drain_seconds = gate, service, drain_seconds
         self._signalled: float | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and then call `on_ready`."""
+        await super().startup(sockets)
+        self.on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Take a signal. uvicorn would send it to the process once more at the end."""

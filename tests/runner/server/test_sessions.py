@@ -1,0 +1,168 @@
+"""`/v1/sessions`: conversations by id, through forks, rewinds, idle times and restarts."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ...processes import PATIENCE
+from .conftest import Server, serving
+
+KEYS = ("first-key", "second-key")
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    path.write_text("\n".join(KEYS))
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sessions") / "here"
+
+
+@pytest.fixture(scope="module")
+def kept(capitals_artifact: Path, keys: Path, folder: Path) -> Iterator[Server]:
+    with serving(capitals_artifact, "--sessions", 2, "--api-key-file", keys, "--session-dir", folder) as found:
+        yield found
+        assert found.end() == 0
+
+
+def call(server: Server, method: str, path: str, body: Any = None, key: str = KEYS[0]) -> Any:
+    """The answer's body. Raises HTTPError."""
+    request = urllib.request.Request(
+        f"{server.url}{path}",
+        None if body is None else json.dumps(body).encode(),
+        {"Authorization": f"Bearer {key}", "Content-Type": "application/json"},
+        method=method,
+    )
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+        return json.load(answer)
+
+
+def ask(server: Server, session: str, question: str, **more: Any) -> Any:
+    body = {"messages": [{"role": "user", "content": question}], "session": session, "temperature": 0, **more}
+    return call(server, "POST", "/v1/chat/completions", body)
+
+
+def status(*arguments: Any, **more: Any) -> int:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        call(*arguments, **more)
+    assert json.load(refused.value)["error"]["message"]
+    return refused.value.code
+
+
+def text(answer: Any) -> str:
+    found: str = answer["choices"][0]["message"]["content"]
+    return found
+
+
+def test_a_session_goes_on(kept: Server) -> None:
+    name = call(kept, "POST", "/v1/sessions", {})["id"]
+    first = ask(kept, name, "What is the capital of France?")
+    second = ask(kept, name, "What is the capital of Peru?")
+    assert (text(first), text(second)) == ("Paris", "Lima")
+    history = call(kept, "GET", f"/v1/sessions/{name}")["history"]
+    assert [one["content"] for one in history[1::2]] == ["Paris", "Lima"]
+    # The same as with all messages, and what was said before was not computed again.
+    body = {"messages": [*history[:3]], "temperature": 0}
+    whole = call(kept, "POST", "/v1/chat/completions", body)
+    assert text(whole) == "Lima" and whole["usage"]["prompt_tokens"] == second["usage"]["prompt_tokens"]
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"]
+
+
+def test_fork_and_rewind(kept: Server) -> None:
+    name = call(kept, "POST", "/v1/sessions", {"messages": [{"role": "user", "content": "x"}] * 2})["id"]
+    call(kept, "POST", f"/v1/sessions/{name}/rewind", {"messages": 0})
+    ask(kept, name, "What is the capital of France?")
+    other = call(kept, "POST", f"/v1/sessions/{name}/fork", {})
+    assert other["messages"] == 2 and other["id"] != name
+    ask(kept, other["id"], "What is the capital of Chad?")
+    call(kept, "POST", f"/v1/sessions/{other['id']}/rewind", {"messages": 2})
+    assert text(ask(kept, other["id"], "What is the capital of Japan?")) == "Tokyo"
+    assert call(kept, "GET", f"/v1/sessions/{name}")["messages"] == 2
+    assert status(kept, "POST", f"/v1/sessions/{name}/rewind", {"messages": 3}) == 400
+    assert {name, other["id"]} <= {one["id"] for one in call(kept, "GET", "/v1/sessions")["data"]}
+
+
+def test_events_of_a_session(kept: Server) -> None:
+    name = call(kept, "POST", "/v1/sessions", {})["id"]
+    client = kept.client(KEYS[0])
+    for country, capital in (("France", "Paris"), ("Peru", "Lima")):
+        question: Any = [{"role": "user", "content": f"What is the capital of {country}?"}]
+        options: Any = {"model": kept_name(kept), "messages": question, "temperature": 0, "stream": True}
+        events = list(client.chat.completions.create(**options, extra_body={"session": name}))
+        assert "".join(event.choices[0].delta.content or "" for event in events) == capital
+    assert call(kept, "GET", f"/v1/sessions/{name}")["messages"] == 4
+
+
+def kept_name(server: Server) -> str:
+    name: str = call(server, "GET", "/v1/models")["data"][0]["id"]
+    return name
+
+
+def test_a_key_sees_its_own(kept: Server) -> None:
+    name = call(kept, "POST", "/v1/sessions", {})["id"]
+    assert status(kept, "GET", f"/v1/sessions/{name}", key=KEYS[1]) == 404
+    assert status(kept, "DELETE", f"/v1/sessions/{name}", key=KEYS[1]) == 404
+    assert name not in {one["id"] for one in call(kept, "GET", "/v1/sessions", key=KEYS[1])["data"]}
+    body = {"messages": [{"role": "user", "content": "x"}], "session": name}
+    assert status(kept, "POST", "/v1/chat/completions", body, key=KEYS[1]) == 404
+    assert status(kept, "GET", "/v1/sessions", key="another") == 401
+    assert status(kept, "GET", "/v1/sessions/..%2F..%2Fetc") == 404
+    assert call(kept, "DELETE", f"/v1/sessions/{name}")["deleted"] is True
+    assert status(kept, "GET", f"/v1/sessions/{name}") == 404
+
+
+def test_what_is_refused(kept: Server, server: Server) -> None:
+    name = call(kept, "POST", "/v1/sessions", {})["id"]
+    body = {"messages": [{"role": "user", "content": "x"}], "session": name}
+    assert status(kept, "POST", "/v1/chat/completions", {**body, "n": 2}) == 400
+    assert call(kept, "GET", f"/v1/sessions/{name}")["messages"] == 0
+    assert text(ask(kept, name, "What is the capital of France?")) == "Paris"
+    assert status(kept, "POST", f"/v1/sessions/{name}/load", {}) == 400
+    # A server without --session-dir has none.
+    assert status(server, "POST", "/v1/sessions", {}) == 404
+
+
+def test_through_a_restart(capitals_artifact: Path, keys: Path, tmp_path: Path) -> None:
+    options = "--sessions", 2, "--api-key-file", keys, "--session-dir", tmp_path / "here"
+    with serving(capitals_artifact, *options) as before:
+        name = call(before, "POST", "/v1/sessions", {})["id"]
+        first = ask(before, name, "What is the capital of France?")
+        saved = call(before, "POST", f"/v1/sessions/{name}/save", {})
+        assert saved["tokens"] > 0
+        assert before.end() == 0
+    with serving(capitals_artifact, *options) as after:
+        second = ask(after, name, "What is the capital of Peru?")
+        assert text(second) == "Lima"
+        # It was not computed again.
+        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"]
+        assert after.end() == 0
+    # Without its state the session goes on all the same.
+    (tmp_path / "here" / f"{name}.session").unlink()
+    with serving(capitals_artifact, *options) as again:
+        third = ask(again, name, "What is the capital of Japan?")
+        assert text(third) == "Tokyo" and third["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_idle_sessions_leave(capitals_artifact: Path, tmp_path: Path) -> None:
+    with serving(capitals_artifact, "--sessions", 2, "--session-dir", tmp_path, "--session-ttl", 0.5) as server:
+        name = call(server, "POST", "/v1/sessions", {})["id"]
+        ask(server, name, "What is the capital of France?")
+        end = time.monotonic() + PATIENCE
+        while call(server, "GET", "/v1/sessions")["data"]:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        assert (tmp_path / f"{name}.session").exists()
+        assert text(ask(server, name, "What is the capital of Peru?")) == "Lima"
+        assert call(server, "GET", f"/v1/sessions/{name}")["messages"] == 4
