@@ -139,8 +139,9 @@ def make_app(service: Service) -> FastAPI:
     @app.get("/health", response_model=protocol.Health, responses=_documented(503))
     async def health() -> Response:
         """Whether requests are answered."""
-        if service.failure is not None:
-            return _json(error_body("unhealthy", service.failure, "server_error"), 503)
+        failure = service.failure or engine.failure
+        if failure is not None:
+            return _json(error_body("unhealthy", str(failure), "server_error"), 503)
         return _json({"status": "ok"})
 
     return app

@@ -31,6 +31,8 @@ _LAST_WORDS_SECONDS = 5.0
 # How long the connections may take to close when all answers are out.
 _CLOSE_SECONDS = 2
 _LOOK_SECONDS = 0.05
+# Connections that may wait to be accepted: uvicorn's own number.
+_BACKLOG = 2048
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,8 @@ async def _serve(options: ServeOptions, listener: socket.socket) -> int:
         )
         gate = Gate(make_app(service), options.keys)
         server = _Server(uvicorn.Config(gate, **_UVICORN), gate, service, options.drain_seconds)
+        # Who has read that it is ready may connect at once: uvicorn listens a little later.
+        listener.listen(_BACKLOG)
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         log.info(
