@@ -362,10 +362,11 @@ class AsyncEngine:
 
     def _send(self, message: ToEngine) -> None:
         """Raises OptionError: a value has another type than the engine's process takes."""
-        data = frame(message)
         try:
+            data = frame(message)
             decode_to_engine(data[LENGTH_BYTES:])
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, OverflowError) as error:
+            # MessagePack's integers have 64 bits.
             raise OptionError(f"{type(message).__name__} cannot be sent: {error}") from error
         self._writer.write(data)
 

@@ -92,9 +92,13 @@ class EngineProcess:
 
     def _step(self) -> None:
         assert self._engine is not None
-        outputs = self._engine.driver.scheduler.step()
+        scheduler = self._engine.driver.scheduler
+        outputs = scheduler.step()
         if outputs:
             self._channel.send(outputs)
+        if scheduler.failure is not None:
+            # No other artifact can be loaded in this process either. Its owner is told by its end.
+            sys.exit(scheduler.failure)
 
     def _answer(self, message: ToEngine) -> None:
         if isinstance(message, Request):

@@ -142,8 +142,9 @@ def make_app(service: Service) -> FastAPI:
     @app.get("/health", response_model=protocol.Health, responses=protocol.documented(503))
     async def health() -> Response:
         """Whether requests are answered."""
-        if service.failure is not None:
-            return json_response(error_body("unhealthy", service.failure, "server_error"), 503)
+        failure = service.failure or engine.failure
+        if failure is not None:
+            return json_response(error_body("unhealthy", str(failure), "server_error"), 503)
         return json_response({"status": "ok"})
 
     return app

@@ -125,6 +125,8 @@ class Gate:
             body += message.get("body", b"")
             more = message.get("more_body", False)
             if len(body) > self._max_body_bytes:
+                # The error's traceback would keep it until there is a collection of garbage.
+                body.clear()
                 raise self._too_large()
         return bytes(body)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from ostinato.delegate.sampling_params import MAX_BIAS, MAX_FLOAT32, MAX_LOGPROBS, MAX_PENALTY, MAX_TOP_K
 
@@ -51,9 +52,23 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
 }
 
+# More parameters than there are, and more biases than a program takes: all that is wrong with a body is listed before the
+# first of it is told, and 10 million wrong values take a minute in which nobody is answered. Lists end with the first one.
+_MOST_PARAMETERS, _MOST_BIASES = 256, 1024
+
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 _Number = Annotated[float, Field(ge=-MAX_FLOAT32, le=MAX_FLOAT32)]
 _Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+
+
+def _few(biases: Any) -> Any:
+    if isinstance(biases, dict) and len(biases) > _MOST_BIASES:
+        raise PydanticCustomError("too_many", f"Input should have at most {_MOST_BIASES} items")
+    return biases
+
+
+_Biases = Annotated[dict[str, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]], BeforeValidator(_few)]
 
 
 class Body(BaseModel):
@@ -67,6 +82,8 @@ class Body(BaseModel):
         """Drop parameters that ask for nothing: null, and values that mean what is done anyway."""
         if not isinstance(body, dict):
             return body
+        if len(body) > _MOST_PARAMETERS:
+            raise PydanticCustomError("too_many", "there are no such parameters")
         return {
             name: value
             for name, value in body.items()
@@ -92,7 +109,7 @@ class GenerationBody(Body):
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: TokenIds | None = None
     ignore_eos: bool = False
     temperature: float | None = Field(None, ge=0, le=MAX_FLOAT32)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -102,7 +119,7 @@ class GenerationBody(Body):
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
     repetition_penalty: float | None = Field(None, gt=0, le=MAX_FLOAT32)
-    logit_bias: dict[str, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] | None = None
+    logit_bias: _Biases | None = None
     return_token_ids: bool = Field(False, description="give the token ids of prompt and answers, too")
     # They change nothing.
     user: str | None = None
@@ -127,13 +144,13 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: str = Field(min_length=1)
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
 
 
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions"""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -145,7 +162,9 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """POST /v1/completions"""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: (
+        str | Annotated[list[str], Field(fail_fast=True)] | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
+    )
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
@@ -155,7 +174,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     return_token_strs: bool = False
@@ -164,7 +183,7 @@ class TokenizeBody(Body):
 class NewSessionBody(Body):
     """POST /v1/sessions. `messages`: what was said before."""
 
-    messages: list[ChatMessage] = Field(default_factory=list)
+    messages: list[ChatMessage] = Field(default_factory=list, fail_fast=True)
 
 
 class RewindBody(Body):
@@ -177,7 +196,7 @@ class DetokenizeBody(Body):
     """POST /detokenize"""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds
 
 
 # --- answers

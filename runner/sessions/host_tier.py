@@ -244,7 +244,7 @@ class HostTier:
         """Return the copy of full pages, and begin to copy those that have none. What others share has a copy of its own."""
         parts: list[tuple[FullPages, list[list[int]]]] = []
         copied = None
-        while full is not None and (copied := full.host and full.host()) is None:
+        while full is not None and (copied := full.copied) is None:
             if not parts or full.users > 1:
                 parts.append((full, []))
             parts[-1][1].append(full.numbers)

@@ -34,7 +34,7 @@ class FullPages:
         before: the pages before them.
         end: number of pages from position 0 on.
         users: number of page lists, and of `FullPages` after these, that have them.
-        host: the copy of these and those before; None, or of something that is gone: there is none.
+        host: where `copied` is. It belongs to those on the host who share it.
     """
 
     numbers: list[int]
@@ -42,6 +42,11 @@ class FullPages:
     end: int
     users: int = 1
     host: ReferenceType[HostPages] | None = None
+
+    @property
+    def copied(self) -> HostPages | None:
+        """The copy of these and those before, if there is one."""
+        return None if self.host is None else self.host()
 
     def split(self, end: int) -> FullPages:
         """Divide the pages, and return those before page `end`. These are their one user."""

@@ -127,6 +127,8 @@ def test_cancelled_while_a_swap_waits(run: Run, capitals_artifact: Path) -> None
 class Steps:
     """Stands for an engine, its driver and its scheduler: steps that give large outputs, which the owner must have read."""
 
+    failure: str | None = None
+
     def __init__(self, channel: EngineChannel, count: int) -> None:
         self.driver = self.scheduler = self
         self._channel, self.left = channel, count

@@ -333,3 +333,11 @@ def test_what_the_own_stream_of_the_library_lacks() -> None:
     stream = decoders.DecodeStream(skip_special_tokens=True)
     with pytest.raises(Exception, match="Invalid prefix"):
         [stream.step(built, token) for token in tokens]
+
+
+def test_what_is_remembered_of_values_for_the_template_is_bounded(tokenizer: Tokenizer) -> None:
+    """A server's clients give any values."""
+    values: list[dict[str, Any]] = [{"number": number} for number in range(1100)]
+    assert {tokenizer.keeps_answers(one) for one in values} == {tokenizer.keeps_answers()}
+    assert tokenizer.keeps_answers({"long": "x" * 100_000}) == tokenizer.keeps_answers()
+    assert sum(map(len, tokenizer._keeps_answers)) < 1_000_000

@@ -1,0 +1,174 @@
+"""What goes wrong in a server: requests that cannot be sent on, steps that raise, and engines that end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from ...processes import PATIENCE
+from .conftest import QUESTION, Server, serving
+from .test_openai_client import ASK
+
+# Python runs a module of this name when it begins. This one makes the engine's steps do what a file says, while it is there.
+SITE = """
+import sys
+from pathlib import Path
+
+if "ostinato.runner.engine_process" in sys.orig_argv:
+    from ostinato.runner.model.model import Model
+
+    step, fault = Model.step, Path(__file__).with_name("fault")
+
+    def faulty(self, runs):
+        if fault.exists():
+            if fault.read_text() == "close":
+                self.program.close()
+            raise ZeroDivisionError("a step that fails")
+        return step(self, runs)
+
+    Model.step = faulty
+"""
+
+
+@pytest.fixture
+def faulty(capitals_artifact: Path, tmp_path: Path) -> Iterator[tuple[Server, Path]]:
+    """A server, and the file that makes its steps fail."""
+    (tmp_path / "sitecustomize.py").write_text(SITE)
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    words = ("--sessions", 4, "--served-model-name", "capitals")
+    with serving(capitals_artifact, *words, PYTHONPATH=os.pathsep.join(paths)) as server:
+        yield server, tmp_path / "fault"
+
+
+def status_of(server: Server, path: str) -> int:
+    try:
+        with urllib.request.urlopen(server.url + path, timeout=PATIENCE) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def post(server: Server, path: str, data: bytes) -> urllib.request.Request:
+    return urllib.request.Request(server.url + path, data, headers={"Content-Type": "application/json"})
+
+
+def test_a_step_that_raises(faulty: tuple[Server, Path]) -> None:
+    """Those whom it was for are told, with a status or an event, and the next ones are answered."""
+    server, fault = faulty
+    client: Any = server.client()
+    assert client.chat.completions.create(**ASK).choices[0].message.content == "Paris"
+    events = iter(client.chat.completions.create(**ASK, extra_body={"ignore_eos": True}, stream=True))
+    next(events)
+    fault.write_text("raise")
+    with pytest.raises(openai.InternalServerError) as failed:
+        client.chat.completions.create(**ASK)
+    assert failed.value.status_code == 500 and failed.value.code == "engine_error"
+    name = failed.value.response.headers["x-request-id"]
+    assert f"request {name} has failed: ZeroDivisionError: a step that fails" in failed.value.message
+    with pytest.raises(openai.APIError, match="ZeroDivisionError: a step that fails"):
+        list(events)
+    fault.unlink()
+    assert client.chat.completions.create(**ASK).choices[0].message.content == "Paris"
+    assert status_of(server, "/health") == 200
+    assert server.end() == 0
+    assert f"{name} request {name} has failed" in server.log and "Traceback" not in server.log
+
+
+def test_an_engine_that_can_run_nothing_more(faulty: tuple[Server, Path]) -> None:
+    """Its process is there, and useless: the server says so, and ends with status 1."""
+    server, fault = faulty
+    fault.write_text("close")
+    with pytest.raises(openai.InternalServerError):
+        server.client().chat.completions.create(**ASK)
+    assert server.process.wait(PATIENCE) == 1
+    assert "the engine can run nothing more" in server.log and "the server ends" in server.log
+
+
+def test_an_engine_that_is_killed(faulty: tuple[Server, Path]) -> None:
+    """From the first moment on in which a request is told, /health says so too."""
+    server, _ = faulty
+    (pid,) = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    client: Any = server.client()
+    events = iter(client.chat.completions.create(**ASK, extra_body={"ignore_eos": True}, stream=True))
+    next(events)
+    os.kill(int(pid), signal.SIGKILL)
+    with pytest.raises(openai.APIError, match="killed by SIGKILL"):
+        list(events)
+    assert status_of(server, "/health") == 503
+    begin = time.monotonic()
+    with pytest.raises(openai.InternalServerError, match="killed by SIGKILL") as refused:
+        client.chat.completions.create(**ASK)
+    assert refused.value.status_code == 503
+    assert server.process.wait(PATIENCE) == 1
+    assert time.monotonic() - begin < PATIENCE / 10
+
+
+@pytest.mark.parametrize("token", [2**63, 2**64, -(2**63) - 1, 10**30])
+def test_a_bias_for_a_token_of_more_than_64_bits(client: Any, token: int) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"logit_bias|cannot be sent"):
+        client.chat.completions.create(**ASK, logit_bias={str(token): 1})
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/completions", {"prompt": [None] * 2_000_000}, 400),
+        ("/v1/completions", {"prompt": [1] * 2_000_000}, 400),
+        ("/v1/completions", {"prompt": "x", "stop_token_ids": [-1] * 2_000_000}, 400),
+        ("/v1/completions", {"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(1_000_000)), "x")}, 400),
+        ("/v1/completions", {"prompt": "x", **dict.fromkeys(map(str, range(1_000_000)), 1)}, 400),
+        ("/v1/chat/completions", {"messages": [{}] * 1_000_000}, 400),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{}] * 1_000_000}]}, 400),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "what is " * 1_000_000}]}, 400),
+        ("/detokenize", {"tokens": ["x"] * 2_000_000}, 400),
+        ("/tokenize", {"prompt": "what is " * 1_000_000}, 200),
+    ],
+    ids=lambda value: f"{value!r:.60}" if isinstance(value, dict) else None,
+)
+def test_a_large_body_holds_up_nobody(server: Server, path: str, body: object, status: int) -> None:
+    """Some megabytes of JSON take some tenths of a second to parse. What comes after that goes on beside other requests."""
+    data = json.dumps(body).encode()
+    waits, found = [], []
+
+    def send() -> None:
+        try:
+            with urllib.request.urlopen(post(server, path, data), timeout=PATIENCE) as answer:
+                found.append(answer.status)
+        except urllib.error.HTTPError as error:
+            found.append(error.code)
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    while sending.is_alive():
+        begin = time.monotonic()
+        assert status_of(server, "/health") == 200
+        waits.append(time.monotonic() - begin)
+    sending.join()
+    # Errors that are listed, or text that is encoded with Python's lock held, take 3 seconds or more.
+    assert found == [status] and max(waits) < 1.5
+
+
+def test_characters_that_are_not_unicode(server: Server) -> None:
+    """The response that names them is an error that can be read."""
+    lone = "\ud800"
+    for given in (
+        {lone: 1},
+        {"logit_bias": {lone: "x"}},
+        {"model": lone},
+        {"messages": [{"role": lone, "content": lone}]},
+    ):
+        data = json.dumps({"messages": QUESTION, **given}).encode()
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(post(server, "/v1/chat/completions", data), timeout=PATIENCE)
+        assert refused.value.code in (400, 404) and json.load(refused.value)["error"]["message"]
