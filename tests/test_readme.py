@@ -9,6 +9,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +70,14 @@ def test_code_blocks_run(readme: str, capitals_artifact: Path, tmp_path: Path, m
         if language == "python":
             exec(compile(code, readme, "exec"), names)
         elif language == "bash":
-            for line in code.replace("\\\n", " ").splitlines():
-                run(shlex.split(line, comments=True))
+            with ExitStack() as servers:
+                for line in code.replace("\\\n", " ").splitlines():
+                    run(shlex.split(line, comments=True), servers)
         else:
             assert language == "", f"a code block in {language}, which this test does not run"
 
 
-def run(command: list[str]) -> None:
+def run(command: list[str], servers: ExitStack) -> None:
     match command:
         case []:
             pass
@@ -94,12 +97,31 @@ def run(command: list[str]) -> None:
             parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
             module.add_arguments(parser)
             parser.parse_args(words)
+        case ["ostinato", "serve", *words, "&"]:
+            servers.enter_context(serving(words))
+        case ["curl", *words]:
+            done = subprocess.run(["curl", "--fail-with-body", *words], capture_output=True, text=True)
+            assert done.returncode == 0 and done.stdout, done.stdout + done.stderr
         case ["ostinato", *words]:
             ostinato(words)
         case ["printf", text, "|", "ostinato", *words]:
             ostinato(words, subprocess.run(["printf", text], capture_output=True, text=True, check=True).stdout)
         case _:
             raise AssertionError(f"a command that this test does not know: {shlex.join(command)}")
+
+
+@contextmanager
+def serving(words: list[str]) -> Iterator[None]:
+    """Have a server until the end of the context."""
+    command = [sys.executable, "-m", "ostinato.runner.cli", "serve", *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            assert any(" ready after " in line for line in process.stderr)
+            yield
+        finally:
+            process.terminate()
+            process.communicate()
 
 
 def ostinato(words: list[str], given: str = "") -> None:
