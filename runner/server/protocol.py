@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 from pydantic_core import PydanticCustomError
 
 from ostinato.delegate.sampling_params import MAX_BIAS, MAX_FLOAT32, MAX_LOGPROBS, MAX_PENALTY, MAX_TOP_K
@@ -90,6 +90,18 @@ class Body(BaseModel):
             if value is not None and not any(value == one for one in _NOTHING.get(name, ()))
         }
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """The document's schema: what may be left out may be null, and null asks for nothing, whatever its name."""
+        found = handler.resolve_ref_schema(handler(schema))
+        for name in found["properties"].keys() - found.get("required", ()):
+            of_value = found["properties"][name]
+            if not any(one == {"type": "null"} for one in of_value.get("anyOf", ())):
+                described = {key: of_value.pop(key) for key in ("title", "description", "default") if key in of_value}
+                found["properties"][name] = {"anyOf": [of_value, {"type": "null"}], **described}
+        found["additionalProperties"] = {"type": "null"}
+        return found
+
 
 class StreamOptions(Body):
     """`include_usage`: a last event with the numbers of tokens. `continuous_usage_stats`: each event has those so far."""
@@ -144,7 +156,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: str = Field(min_length=1)
-    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)]
 
 
 class ChatBody(GenerationBody):
@@ -350,6 +362,8 @@ _REFUSED = {
 DOCUMENTED: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer, "description": text} for status, text in _REFUSED.items()
 }
+# Of answers that may come as events.
+WITH_EVENTS = DOCUMENTED | {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
