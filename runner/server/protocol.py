@@ -29,6 +29,7 @@ NOT_SUPPORTED = frozenset(
         *(
             "continue_final_message",
             "add_generation_prompt",
+            "add_special_tokens",
             "include_stop_str_in_output",
             "documents",
             "chat_template",
@@ -47,6 +48,7 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "best_of": (1,),
     "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
     "continue_final_message": (False,),
     "include_stop_str_in_output": (False,),
     "use_beam_search": (False,),
@@ -307,6 +309,14 @@ class TokenizeAnswer(BaseModel):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
+
+
+class TokenizerInfo(BaseModel):
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
 
 
 class DetokenizeAnswer(BaseModel):

@@ -29,7 +29,7 @@ CHECKS: Any = (
 )
 OPERATIONS = (
     *("POST /v1/chat/completions", "POST /v1/completions", "POST /tokenize", "POST /detokenize"),
-    *("GET /v1/models", "GET /v1/models/{model}", "GET /metrics", "GET /health"),
+    *("GET /v1/models", "GET /v1/models/{model}", "GET /tokenizer_info", "GET /metrics", "GET /health"),
     *("GET /v1/sessions", "POST /v1/sessions", "GET /v1/sessions/{name}", "DELETE /v1/sessions/{name}"),
     *("POST /v1/sessions/{name}/rewind", "POST /v1/sessions/{name}/{action}"),
 )

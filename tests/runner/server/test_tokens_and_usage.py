@@ -37,6 +37,17 @@ def test_prompts_of_token_ids(server: Server) -> None:
     assert texts.prompt_tokens == sum(map(len, ids))
 
 
+def test_what_clients_ask_of_the_tokenizer(server: Server) -> None:
+    """lm-eval counts tokens with these, and takes the texts of special tokens from here."""
+    info = requests.get(f"{server.url}/tokenizer_info", timeout=PATIENCE).json()
+    assert info["eos_token"] == "<|im_end|>" and info["bos_token"] is None
+    assert "add_generation_prompt" in info["chat_template"]
+    body = {"prompt": info["eos_token"] + TEXTS[0], "add_special_tokens": False}
+    assert post(server, "/tokenize", body)["tokens"] == [1535, *tokens_of(server, TEXTS[0])]
+    refused = requests.post(f"{server.url}/tokenize", json=body | {"add_special_tokens": True}, timeout=PATIENCE)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "add_special_tokens")
+
+
 def test_token_ids_of_answers(server: Server) -> None:
     chat = ask(server, **CHAT, extra_body={"return_token_ids": True})
     rendered = post(server, "/tokenize", {"messages": QUESTION})
