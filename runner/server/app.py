@@ -149,7 +149,9 @@ def make_app(service: Service) -> FastAPI:
     @app.get("/tokenizer_info", response_model=protocol.TokenizerInfo, responses=protocol.documented(401, 503))
     async def tokenizer_info() -> Response:
         """The chat template and the special tokens: clients that count tokens ask for these."""
-        return json_response({name: None for name in protocol.TokenizerInfo.model_fields} | answering.tokenizer.described)
+        return json_response(
+            {name: None for name in protocol.TokenizerInfo.model_fields} | answering.tokenizer.described
+        )
 
     add_session_routes(app, lambda: _store(service))
 
