@@ -353,12 +353,10 @@ _OPTIONS = (
 
 
 def messages_of(messages: Sequence[ChatMessage]) -> list[Message]:
-    """The messages as the chat template takes them. Raises InputError: one without content."""
+    """The messages as the chat template takes them."""
     found = []
     for message in messages:
         given = message.model_dump(exclude_none=True)
-        if message.content is None:
-            raise InputError(f"a message's content is text; one with the role {message.role!r} has none")
         if not isinstance(message.content, str):
             given["content"] = "".join(part.text for part in message.content)
         found.append(given)

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from ostinato.delegate.errors import (
@@ -32,8 +33,9 @@ from ostinato.runner.scheduler.messages import QueueFullError
 from . import protocol
 from .answering import Answering, Choice, ContextLengthError, Generation, Piece
 from .metrics import CONTENT_TYPE, Metrics
+from .refusals import refusal
 from .responses import ChatForm, CompletionForm, Form, event, json_response
-from .session_routes import session_router
+from .session_routes import add_session_routes
 from .sessions import BusySessionError, NoSessionError, SessionStore
 
 log = logging.getLogger("ostinato.server")
@@ -66,9 +68,21 @@ class Service:
     failure: str | None = None
 
 
+class _App(FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        """The document /openapi.json, without FastAPI's own answer to bodies that are wrong: they get 400."""
+        document = super().openapi()
+        for operations in document["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            document["components"]["schemas"].pop(name, None)
+        return document
+
+
 def make_app(service: Service) -> FastAPI:
     """The routes over a service."""
-    app = FastAPI(
+    app = _App(
         title="Ostinato",
         version=__version__,
         description="OpenAI's interface to a language model that was exported ahead of time.",
@@ -81,7 +95,7 @@ def make_app(service: Service) -> FastAPI:
     app.add_exception_handler(Exception, _broken)
     answering, engine = service.answering, service.engine
 
-    @app.post("/v1/chat/completions", response_model=protocol.ChatAnswer, responses=protocol.DOCUMENTED)
+    @app.post("/v1/chat/completions", response_model=protocol.ChatAnswer, responses=protocol.WITH_EVENTS)
     async def chat(request: Request, body: protocol.ChatBody) -> Response:
         """Answer a chat."""
         _check_model(service, body.model)
@@ -94,7 +108,7 @@ def make_app(service: Service) -> FastAPI:
                 turn.release()
             raise
 
-    @app.post("/v1/completions", response_model=protocol.CompletionAnswer, responses=protocol.DOCUMENTED)
+    @app.post("/v1/completions", response_model=protocol.CompletionAnswer, responses=protocol.WITH_EVENTS)
     async def completion(request: Request, body: protocol.CompletionBody) -> Response:
         """Go on with texts, or with token ids."""
         _check_model(service, body.model)
@@ -132,12 +146,19 @@ def make_app(service: Service) -> FastAPI:
         _check_model(service, body.model)
         return json_response({"prompt": answering.tokenizer.decode(body.tokens)})
 
-    app.include_router(session_router(lambda: _store(service)))
+    @app.get("/tokenizer_info", response_model=protocol.TokenizerInfo, responses=protocol.documented(401, 503))
+    async def tokenizer_info() -> Response:
+        """The chat template and the special tokens: clients that count tokens ask for these."""
+        return json_response(
+            {name: None for name in protocol.TokenizerInfo.model_fields} | answering.tokenizer.described
+        )
 
-    @app.get("/metrics", response_class=Response, responses=protocol.documented(503))
+    add_session_routes(app, lambda: _store(service))
+
+    @app.get("/metrics", response_class=PlainTextResponse, responses=protocol.documented(503))
     async def metrics() -> Response:
         """What the server has counted, for Prometheus."""
-        return Response(service.metrics.text(await engine.describe()), media_type=CONTENT_TYPE)
+        return PlainTextResponse(service.metrics.text(await engine.describe()), media_type=CONTENT_TYPE)
 
     @app.get("/health", response_model=protocol.Health, responses=protocol.documented(503))
     async def health() -> Response:
@@ -281,24 +302,18 @@ async def _broken(request: Request, error: Exception) -> Response:
 
 async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    # The first word is where the parameter stands: in the body.
-    param = ".".join(str(word) for word in first["loc"][1:]) or None
-    what = first["msg"]
-    if first["type"] == "json_invalid":
-        param, what = None, f"the body is not JSON: {first.get('ctx', {}).get('error', what)}"
-    elif first["type"] == "extra_forbidden" and param in protocol.NOT_SUPPORTED:
-        what = f"{param} is not supported"
-    elif first["type"] == "extra_forbidden":
-        what = f"unknown parameter {param!r}"
-    elif param is not None:
-        what = f"{param}: {what}"
+    what, param = refusal(error.errors(), error.body)
     return json_response(error_body(None, what, param=param), 400)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return json_response(error_body(None, str(error.detail)), error.status_code, error.headers)
+    headers = dict(error.headers or {})
+    if error.status_code == 405:
+        # Each route knows of its own methods alone.
+        found = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
+        headers["Allow"] = ", ".join(sorted(set().union(*(route.methods for route in found))))
+    return json_response(error_body(None, str(error.detail)), error.status_code, headers)
 
 
 def _store(service: Service) -> SessionStore:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 from pydantic_core import PydanticCustomError
 
 from ostinato.delegate.sampling_params import MAX_BIAS, MAX_FLOAT32, MAX_LOGPROBS, MAX_PENALTY, MAX_TOP_K
@@ -29,6 +29,7 @@ NOT_SUPPORTED = frozenset(
         *(
             "continue_final_message",
             "add_generation_prompt",
+            "add_special_tokens",
             "include_stop_str_in_output",
             "documents",
             "chat_template",
@@ -47,6 +48,7 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "best_of": (1,),
     "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
     "continue_final_message": (False,),
     "include_stop_str_in_output": (False,),
     "use_beam_search": (False,),
@@ -89,6 +91,18 @@ class Body(BaseModel):
             for name, value in body.items()
             if value is not None and not any(value == one for one in _NOTHING.get(name, ()))
         }
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """The document's schema: what may be left out may be null, and null asks for nothing, whatever its name."""
+        found = handler.resolve_ref_schema(handler(schema))
+        for name in found["properties"].keys() - found.get("required", ()):
+            of_value = found["properties"][name]
+            if not any(one == {"type": "null"} for one in of_value.get("anyOf", ())):
+                described = {key: of_value.pop(key) for key in ("title", "description", "default") if key in of_value}
+                found["properties"][name] = {"anyOf": [of_value, {"type": "null"}], **described}
+        found["additionalProperties"] = {"type": "null"}
+        return found
 
 
 class StreamOptions(Body):
@@ -144,7 +158,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: str = Field(min_length=1)
-    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)]
 
 
 class ChatBody(GenerationBody):
@@ -297,6 +311,14 @@ class TokenizeAnswer(BaseModel):
     token_strs: list[str] | None = None
 
 
+class TokenizerInfo(BaseModel):
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+
+
 class DetokenizeAnswer(BaseModel):
     prompt: str
 
@@ -350,6 +372,8 @@ _REFUSED = {
 DOCUMENTED: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer, "description": text} for status, text in _REFUSED.items()
 }
+# Of answers that may come as events.
+WITH_EVENTS = DOCUMENTED | {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:

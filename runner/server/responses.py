@@ -67,21 +67,26 @@ class Form:
         """What is new of a choice."""
         raise NotImplementedError
 
+    def of_prompt(self) -> dict[str, Any]:
+        """What the whole answer, or its first event, says of the prompt."""
+        return {}
+
     def _events_of(self, choice: Choice, piece: Piece) -> bytes:
         options, first = self.body.stream_options, choice.index not in self._begun
         continuous = options is not None and options.continuous_usage_stats
         found = b""
         if piece.text or piece.reasoning or piece.logprobs or self.body.return_token_ids or continuous or first:
+            of_prompt = {} if self._begun else self.of_prompt()
             self._begun.add(choice.index)
-            found = self._event(choice, self.delta(choice, piece, first), None)
+            found = self._event(choice, self.delta(choice, piece, first), None, of_prompt)
         if piece.ended:
             # Some clients read no text of the event that says why the answer has ended.
-            found += self._event(choice, self.delta(choice, Piece(), False), finish_reason(choice.result))
+            found += self._event(choice, self.delta(choice, Piece(), False), finish_reason(choice.result), {})
         return found
 
-    def _event(self, choice: Choice, delta: dict[str, Any], reason: str | None) -> bytes:
+    def _event(self, choice: Choice, delta: dict[str, Any], reason: str | None, more: dict[str, Any]) -> bytes:
         options = self.body.stream_options
-        body = self._head(self.event_kind)
+        body = self._head(self.event_kind) | more
         body["choices"] = [{"index": choice.index, **delta, "finish_reason": reason}]
         if options is not None and options.continuous_usage_stats:
             body["usage"] = self.generation.usage()
@@ -101,10 +106,12 @@ class ChatForm(Form):
     body: protocol.ChatBody
 
     def answer(self) -> dict[str, Any]:
-        found = super().answer()
-        if self.body.return_token_ids:
-            found["prompt_token_ids"] = self.generation.choices[0].request.tokens
-        return found
+        return super().answer() | self.of_prompt()
+
+    def of_prompt(self) -> dict[str, Any]:
+        if not self.body.return_token_ids:
+            return {}
+        return {"prompt_token_ids": self.generation.choices[0].request.tokens}
 
     def choice(self, choice: Choice) -> dict[str, Any]:
         message = {"role": "assistant", "content": choice.content}

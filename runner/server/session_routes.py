@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from fastapi import APIRouter, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from . import protocol
@@ -15,11 +15,10 @@ from .responses import json_response
 from .sessions import Session, SessionStore, Turn
 
 
-def session_router(find: Callable[[], SessionStore]) -> APIRouter:
-    """The routes. `find`: returns the sessions, or raises NoSessionError where there are none."""
-    router = APIRouter()
+def add_session_routes(app: FastAPI, find: Callable[[], SessionStore]) -> None:
+    """Add the routes. `find`: returns the sessions, or raises NoSessionError where there are none."""
 
-    @router.post("/v1/sessions", response_model=protocol.SessionCard, responses=protocol.DOCUMENTED)
+    @app.post("/v1/sessions", response_model=protocol.SessionCard, responses=protocol.DOCUMENTED)
     async def new_session(request: Request, body: protocol.NewSessionBody) -> Response:
         """Make a session. Chats that have its id go on with it."""
         store = find()
@@ -27,12 +26,12 @@ def session_router(find: Callable[[], SessionStore]) -> APIRouter:
         await store.write(session)
         return json_response(session.described())
 
-    @router.get("/v1/sessions", response_model=protocol.SessionList, responses=protocol.documented(401, 404, 503))
+    @app.get("/v1/sessions", response_model=protocol.SessionList, responses=protocol.documented(401, 404, 503))
     async def sessions(request: Request) -> Response:
         """Your sessions that are in memory."""
         return json_response({"object": "list", "data": [one.described() for one in find().list(request.state.owner)]})
 
-    @router.get(
+    @app.get(
         "/v1/sessions/{name}", response_model=protocol.SessionHistory, responses=protocol.documented(401, 404, 503)
     )
     async def session(request: Request, name: str) -> Response:
@@ -40,7 +39,7 @@ def session_router(find: Callable[[], SessionStore]) -> APIRouter:
         found = await find().get(request.state.owner, name)
         return json_response(found.described() | {"history": found.history.messages})
 
-    @router.post("/v1/sessions/{name}/rewind", response_model=protocol.SessionCard, responses=protocol.DOCUMENTED)
+    @app.post("/v1/sessions/{name}/rewind", response_model=protocol.SessionCard, responses=protocol.DOCUMENTED)
     async def rewind(request: Request, name: str, body: protocol.RewindBody) -> Response:
         """Take a session back to its first messages."""
         store = find()
@@ -49,7 +48,7 @@ def session_router(find: Callable[[], SessionStore]) -> APIRouter:
             await store.write(found)
             return json_response(found.described())
 
-    @router.post("/v1/sessions/{name}/{action}", response_model=protocol.SessionCard, responses=protocol.DOCUMENTED)
+    @app.post("/v1/sessions/{name}/{action}", response_model=protocol.SessionCard, responses=protocol.DOCUMENTED)
     async def act(request: Request, name: str, action: Literal["fork", "save", "load"]) -> Response:
         """Make another session that goes on from here; or write the session's state to its file; or bring it back from
         there."""
@@ -64,15 +63,13 @@ def session_router(find: Callable[[], SessionStore]) -> APIRouter:
                 await store.load(found)
             return json_response(found.described())
 
-    @router.delete("/v1/sessions/{name}", response_model=protocol.SessionDeleted, responses=protocol.DOCUMENTED)
+    @app.delete("/v1/sessions/{name}", response_model=protocol.SessionDeleted, responses=protocol.DOCUMENTED)
     async def delete(request: Request, name: str) -> Response:
         """Forget a session, and remove its files."""
         store = find()
         with _session_of(await store.begin(request.state.owner, name)) as found:
             await store.delete(found)
         return json_response({"id": name, "object": "session.deleted", "deleted": True})
-
-    return router
 
 
 @contextmanager

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import secrets
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -173,7 +174,8 @@ class SessionStore:
         """Write a session's messages to its file. Raises SessionFileError."""
         more = {"id": session.id, "owner": session.owner, "created": session.created}
         path, history = self._path(session.id), session.history.fork()
-        await asyncio.to_thread(history.write, path, **more)
+        with self._files_by_name():
+            await asyncio.to_thread(history.write, path, **more)
 
     async def save(self, session: Session, compute: bool = True) -> None:
         """Write a session with its state to its files. `compute`: also what the prefix cache has lost of it.
@@ -184,7 +186,8 @@ class SessionStore:
         """
         await self.write(session)
         if session.history.tokens:
-            await self._engine.save_state(session.history.tokens, self._state_path(session.id), compute)
+            with self._files_by_name():
+                await self._engine.save_state(session.history.tokens, self._state_path(session.id), compute)
 
     async def load(self, session: Session) -> None:
         """Have the prefix cache keep a session's state from its file.
@@ -193,7 +196,8 @@ class SessionStore:
             SessionFileError: there is no such file, or it is of another artifact.
             CapacityError: there is no room for it.
         """
-        await self._engine.load_state(self._state_path(session.id))
+        with self._files_by_name():
+            await self._engine.load_state(self._state_path(session.id))
 
     async def delete(self, session: Session) -> None:
         """Forget a session, and remove its files."""
@@ -248,6 +252,14 @@ class SessionStore:
         with suppress(OstinatoError):
             await self.load(session)
         return session
+
+    @contextmanager
+    def _files_by_name(self) -> Iterator[None]:
+        """Have errors name files without their folder: clients are told these."""
+        try:
+            yield
+        except SessionFileError as error:
+            raise SessionFileError(str(error).replace(f"{self._folder}{os.sep}", "")) from error
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}.json"

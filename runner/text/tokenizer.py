@@ -99,6 +99,11 @@ class Tokenizer:
         return self._template is not None
 
     @property
+    def described(self) -> dict[str, Any]:
+        """The chat template, None where there is none, and the special tokens' texts by what they are for."""
+        return {"chat_template": self._template, **_special_tokens(self._config)}
+
+    @property
     def may_reason(self) -> bool:
         """Whether the chat template knows of reasoning in answers, between `<think>` and `</think>`."""
         return self._template is not None and END_OF_REASONING in self._template

@@ -129,7 +129,11 @@ def test_what_is_refused(kept: Server, server: Server) -> None:
     assert status(kept, "POST", "/v1/chat/completions", {**body, "n": 2}) == 400
     assert call(kept, "GET", f"/v1/sessions/{name}")["messages"] == 0
     assert text(ask(kept, name, "What is the capital of France?")) == "Paris"
-    assert status(kept, "POST", f"/v1/sessions/{name}/load", {}) == 400
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        call(kept, "POST", f"/v1/sessions/{name}/load", {})
+    # It says nothing of the server's folders.
+    message = json.load(refused.value)["error"]["message"]
+    assert (refused.value.code, message) == (400, f"{name}.session cannot be read: No such file or directory")
     # A server without --session-dir has none.
     assert status(server, "POST", "/v1/sessions", {}) == 404
 

@@ -1,0 +1,57 @@
+"""Words for what is wrong with a body: where it stands, and what could stand there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from ostinato.runner.server.protocol import ChatBody, CompletionBody
+from ostinato.runner.server.refusals import refusal
+
+
+def refused(kind: Any, body: Any) -> tuple[str, str | None]:
+    with pytest.raises(ValidationError) as found:
+        kind.model_validate(body)
+    errors: Any = found.value.errors()
+    return refusal([{**error, "loc": ("body", *error["loc"])} for error in errors], body)
+
+
+@pytest.mark.parametrize(
+    ("given", "what", "param"),
+    [
+        ({"seed": "a"}, "seed: Input should be a valid integer", "seed"),
+        ({"stop": 5}, "stop: Input should be a valid string or a valid list", "stop"),
+        ({"stop": {"a": 5}}, "stop: Input should be a valid string or a valid list", "stop"),
+        ({"stop": ["a", 5]}, "stop.1: Input should be a valid string", "stop.1"),
+        ({"prompt": [1, 2, "x"]}, "prompt.2: Input should be a valid integer", "prompt.2"),
+        ({"prompt": ["x", 3]}, "prompt.1: Input should be a valid string", "prompt.1"),
+        ({"prompt": [[1], [2, -1]]}, "prompt.1.1: Input should be greater than or equal to 0", "prompt.1.1"),
+        ({"prompt": None}, "prompt: Field required", "prompt"),
+        ({"logit_bias": {"5": 200}}, "logit_bias.5: Input should be less than or equal to 100", "logit_bias.5"),
+        ({"seed": "a", "prompt": [[1, "x"]]}, "seed: Input should be a valid integer", "seed"),
+        ({"stream_options": {"x": 1}}, "unknown parameter 'stream_options.x'", "stream_options.x"),
+        ({"suffix": "x"}, "suffix is not supported", "suffix"),
+    ],
+)
+def test_completions(given: dict[str, Any], what: str, param: str) -> None:
+    assert refused(CompletionBody, {"prompt": "x", **given}) == (what, param)
+
+
+@pytest.mark.parametrize(
+    ("message", "what"),
+    [
+        ({"role": "user"}, "messages.0.content: Field required"),
+        ({"role": "user", "content": None}, "messages.0.content: Input should be a valid string or a valid list"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "messages.0.content.0.type: Input should be 'text'"),
+        ({"content": "x"}, "messages.0.role: Field required"),
+    ],
+)
+def test_messages(message: Any, what: str) -> None:
+    assert refused(ChatBody, {"messages": [message]}) == (what, what.partition(":")[0])
+
+
+def test_something_else_than_an_object() -> None:
+    what, param = refused(ChatBody, [1])
+    assert param is None and what.startswith("Input should be a valid dictionary")
