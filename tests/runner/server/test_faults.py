@@ -155,8 +155,12 @@ def test_a_large_body_holds_up_nobody(server: Server, path: str, body: object, s
         assert status_of(server, "/health") == 200
         waits.append(time.monotonic() - begin)
     sending.join()
-    # Errors that are listed, or text that is encoded with Python's lock held, take 3 seconds or more.
-    assert found == [status] and max(waits) < 1.5
+    begin = time.monotonic()
+    json.loads(data)
+    parse = time.monotonic() - begin
+    # Errors that are listed, or text that is encoded with Python's lock held, take 3 seconds or more on a machine that has
+    # nothing else to do. On one that has, the parser takes longer, too.
+    assert found == [status] and max(waits) < max(1.5, 8 * parse)
 
 
 def test_characters_that_are_not_unicode(server: Server) -> None:
