@@ -203,17 +203,19 @@ class AsyncEngine:
     async def arrivals(self, requests: Sequence[Request]) -> AsyncGenerator[list[Output], None]:
         """Yield the outputs of several requests: all that have come since the ones before. See `outputs`."""
         self._check()
-        names = [request.id for request in requests]
-        for number, name in enumerate(names):
-            if name in self._inner_ids or name in names[:number]:
-                raise InputError(f"a request with the id {name!r} has not ended yet")
+        names: set[str] = set()
+        for request in requests:
+            if request.id in self._inner_ids or request.id in names:
+                raise InputError(f"a request with the id {request.id!r} has not ended yet")
+            names.add(request.id)
         arrived: asyncio.Queue[Output | OstinatoError] = asyncio.Queue()
-        # Inner id -> the request's id, and the number of its answers that have not ended.
-        going_on: dict[str, tuple[str, int]] = {}
+        # Inner id -> the request's id. Inner id -> the number of its answers, as long as one has not ended.
+        outer_ids: dict[str, str] = {}
+        going_on: dict[str, int] = {}
         try:
             for request in requests:
                 inner_id = self._inner_ids[request.id] = self.new_id()
-                going_on[inner_id] = request.id, request.n
+                outer_ids[inner_id], going_on[inner_id] = request.id, request.n
                 self._waiting[inner_id] = arrived
                 self._send(structs.replace(request, id=inner_id))
             while going_on:
@@ -224,10 +226,11 @@ class AsyncEngine:
                 for output in outputs:
                     if isinstance(output, OstinatoError):
                         raise output
-                    output.id, left = going_on[inner_id := output.id]
-                    going_on[inner_id] = output.id, left - (output.finish_reason is not None)
-                    if not going_on[inner_id][1]:
-                        del going_on[inner_id]
+                    if output.finish_reason is not None:
+                        going_on[output.id] -= 1
+                        if not going_on[output.id]:
+                            del going_on[output.id]
+                    output.id = outer_ids[output.id]
                     ready.append(output)
                 yield ready
         finally:

@@ -18,7 +18,7 @@ from .text.tokenizer import Message, Piece, Tokenizer
 
 
 class ChatHistory:
-    """What was said in a chat.
+    """Messages of a chat, and their tokens.
 
     Args:
         messages: what was said before.

@@ -186,7 +186,7 @@ class HttpEndpoint:
 
 
 class _Answer:
-    """What the events of a stream say together.
+    """Sum of the events of a stream.
 
     Attributes:
         tokens: number of tokens so far. By the usage where an event has one, else an event with a choice has one, or its

@@ -30,7 +30,7 @@ _WARM_UP_REQUESTS, _WARM_UP_TOKENS = 2, 4
 
 
 class EndpointError(OstinatoError, RuntimeError):
-    """What answers the requests has gone, or does not give what the load test needs."""
+    """The endpoint of a load test has gone, or does not give what the test needs."""
 
 
 class Arrival(NamedTuple):
@@ -50,7 +50,7 @@ class Arrival(NamedTuple):
 
 
 class Endpoint(Protocol):
-    """What answers the requests of a load test."""
+    """Engine or server that answers the requests of a load test."""
 
     def send(self, prompt: Sequence[int], max_tokens: int) -> AsyncIterator[Arrival]:
         """Yield an answer of so many tokens as it comes.

@@ -157,7 +157,7 @@ def _notes(spec: LoadSpec, rows: Sequence[LoadMeasurement], subject: Mapping[str
 
 
 def _step_text(row: LoadMeasurement) -> str:
-    """What is known of the steps, with a semicolon behind it; empty if nothing is."""
+    """Text about the steps, with a semicolon behind it; empty if nothing is known of them."""
     steps, times = row.counts.get("steps"), _step_times(row)
     if steps is None:
         return ""

@@ -136,6 +136,8 @@ class Generation:
         self.turn: tuple[Turn, list[Message], Prompt] | None = None
         self._engine, self._metrics, self._requests = engine, metrics, requests
         self._by_place = {(choice.request.id, choice.number): choice for choice in choices}
+        # What is known of a prompt is known of its first choice.
+        self._firsts = [choice for choice in choices if choice.number == 0]
 
     async def pieces(self) -> AsyncGenerator[list[tuple[Choice, Piece]], None]:
         """Yield what is new, all that is ready together. If it is closed before the end, the engine drops the rest.
@@ -201,14 +203,13 @@ class Generation:
 
     def usage(self) -> dict[str, Any]:
         """Numbers of tokens so far, as OpenAI's `usage`."""
-        first = {choice.request.id: choice for choice in reversed(self.choices)}.values()
-        prompt = sum(choice.result.prompt_tokens for choice in first)
+        prompt = sum(choice.result.prompt_tokens for choice in self._firsts)
         completion = sum(choice.output_tokens for choice in self.choices)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(choice.result.reused_tokens for choice in first)},
+            "prompt_tokens_details": {"cached_tokens": sum(choice.result.reused_tokens for choice in self._firsts)},
         }
 
 
@@ -259,9 +260,6 @@ class Answering:
             kwargs.setdefault("reasoning_effort", body.reasoning_effort)
             if body.reasoning_effort == "none":
                 kwargs.setdefault("enable_thinking", False)
-        history = turn.session.history if turn is not None else ChatHistory()
-        messages = [*history.messages, *messages_of(body.messages)]
-        prompt = history.prompt(self.tokenizer, messages, kwargs)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         if body.top_logprobs is not None and not body.logprobs:
             raise OptionError("top_logprobs needs logprobs to be true")
@@ -270,12 +268,15 @@ class Answering:
             raise OptionError("max_tokens and max_completion_tokens mean the same: give one of them")
         if limit == 0:
             raise OptionError("max_tokens must be 1 or more, got 0")
-        asked = self._asked(body, limit or self._engine.limits.max_seq_len, logprobs, prompt=prompt)
+        if turn is not None and body.n > 1:
+            raise OptionError(f"one answer goes on with a session, got n {body.n}")
+        asked = self._asked(body, limit or self._engine.limits.max_seq_len, logprobs)
+        history = turn.session.history if turn is not None else ChatHistory()
+        messages = [*history.messages, *messages_of(body.messages)]
+        prompt = history.prompt(self.tokenizer, messages, kwargs)
         text = "".join(piece.text for piece in prompt.pieces)
-        generation = self._generation("chatcmpl", body, [(asked, prompt, text)])
+        generation = self._generation("chatcmpl", body, asked, [(prompt, text)])
         if turn is not None:
-            if body.n > 1:
-                raise OptionError(f"one answer goes on with a session, got n {body.n}")
             generation.turn = turn, messages, prompt
         return generation
 
@@ -283,58 +284,53 @@ class Answering:
         limit = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         if limit == 0 and not body.echo:
             raise OptionError("max_tokens must be 1 or more without echo, got 0")
-        asked = self._asked(body, max(limit, 1), body.logprobs, prompt="")
+        asked = self._asked(body, max(limit, 1), body.logprobs)
         if body.echo and body.logprobs is not None:
             params = asked.sampling_params
             assert params is not None
             asked = replace(asked, sampling_params=replace(params, prompt_logprobs=body.logprobs))
-        prompts = [self._raw(one) for one in _prompts_of(body)]
+        prompts = _prompts_of(body)
         if len(prompts) * body.n > MAX_CHOICES:
             raise OptionError(f"{len(prompts)} prompts times n {body.n} are more than {MAX_CHOICES} choices")
-        texts = [
-            "" if not body.echo else given if isinstance(given, str) else self.tokenizer.decode(given)
-            for given in _prompts_of(body)
-        ]
-        every = [(replace(asked, prompt=prompt), prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
-        return self._generation("cmpl", body, every, takes=limit > 0)
+        return self._generation("cmpl", body, asked, [self._raw(one, body.echo) for one in prompts], takes=limit > 0)
 
-    def _raw(self, given: str | list[int]) -> Prompt:
+    def _raw(self, given: str | list[int], echo: bool) -> tuple[Prompt, str]:
+        """A prompt as it is, and its text if that is given back."""
         if isinstance(given, str):
-            return encode_prompt(self.tokenizer, given, raw=True)
+            return encode_prompt(self.tokenizer, given, raw=True), given if echo else ""
         if not given:
             raise InputError("the prompt is empty")
-        return Prompt([], given, None, True)
+        return Prompt([], given, None, True), self.tokenizer.decode(given) if echo else ""
 
-    def _asked(self, body: GenerationBody, limit: int, logprobs: int | None, prompt: Any) -> TextRequest:
+    def _asked(self, body: GenerationBody, limit: int, logprobs: int | None) -> TextRequest:
         """What a body asks for, but for its prompts. Raises OptionError: values that do not go together."""
-        given = {name: getattr(body, name) for name in _OPTIONS}
-        if given["top_k"] == -1:
-            given["top_k"] = 0
+        given = _with_all_tokens({name: getattr(body, name) for name in _OPTIONS})
         if given["seed"] is not None:
             given["seed"] %= 1 << 64
         if given["min_tokens"] is not None and given["min_tokens"] > limit:
             raise OptionError(f"min_tokens {given['min_tokens']} is more than max_tokens {limit}")
-        defaults = TextRequest(prompt=prompt, max_new_tokens=limit, sampling_params=self._defaults)
+        defaults = TextRequest(prompt="", max_new_tokens=limit, sampling_params=self._defaults)
         return with_options(defaults, given | {"logprobs": logprobs})
 
     def _generation(
         self,
         kind: str,
         body: GenerationBody,
-        every: Sequence[tuple[TextRequest, Prompt, str]],
+        asked: TextRequest,
+        prompts: Sequence[tuple[Prompt, str]],
         takes: bool = True,
     ) -> Generation:
-        """Raises InputError: a prompt leaves no room for an answer."""
+        """The generation of prompts and their texts. Raises InputError: a prompt leaves no room for an answer."""
         requests: list[Request] = []
         choices: list[Choice] = []
         most = self._engine.limits.max_seq_len
         splits = kind == "chatcmpl" and self.tokenizer.may_reason
-        for asked, prompt, text in every:
+        for prompt, text in prompts:
             if len(prompt.tokens) >= most:
                 raise ContextLengthError(
                     f"the prompt has {len(prompt.tokens):,} tokens, and the model takes {most:,} with the answer: shorten it"
                 )
-            request = asked.for_scheduler(self._engine.new_id(), self.tokenizer)
+            request = replace(asked, prompt=prompt).for_scheduler(self._engine.new_id(), self.tokenizer)
             requests.append(request)
             for number in range(body.n):
                 reader = AnswerReader(len(request.tokens), self.tokenizer, checked_stop(asked.stop))
@@ -369,13 +365,16 @@ def default_params(config: Mapping[str, Any]) -> SamplingParams:
     Raises:
         ArtifactError: a value that is out of range.
     """
-    given = {name: config[name] for name in _CONFIGURED if config.get(name) is not None}
-    if given.get("top_k") == -1:
-        given["top_k"] = 0
+    given = _with_all_tokens({name: config[name] for name in _CONFIGURED if config.get(name) is not None})
     try:
         return replace(SamplingParams(temperature=1.0), **given)
     except OptionError as error:
         raise ArtifactError(f"generation_config.json: {error}") from error
+
+
+def _with_all_tokens(given: dict[str, Any]) -> dict[str, Any]:
+    """The options with 0 in the place of a top_k of -1, which means all tokens, too."""
+    return given | {"top_k": 0} if given.get("top_k") == -1 else given
 
 
 def _prompts_of(body: CompletionBody) -> list[str] | list[list[int]]:

@@ -53,7 +53,6 @@ class Service:
         name: the model's name.
         sessions: conversations by id; None: there are none.
         created: when the server began, in seconds since 1970.
-        failure: why the engine answers nothing any more; None: it does.
         logs_requests, logs_prompts: whether each request is logged, and its prompt and answers, too.
     """
 
@@ -65,7 +64,6 @@ class Service:
     logs_prompts: bool = False
     sessions: SessionStore | None = None
     created: int = field(default_factory=lambda: int(time.time()))
-    failure: str | None = None
 
 
 class _App(FastAPI):
@@ -163,9 +161,8 @@ def make_app(service: Service) -> FastAPI:
     @app.get("/health", response_model=protocol.Health, responses=protocol.documented(503))
     async def health() -> Response:
         """Whether requests are answered."""
-        failure = service.failure or engine.failure
-        if failure is not None:
-            return json_response(error_body("unhealthy", str(failure), "server_error"), 503)
+        if engine.failure is not None:
+            return json_response(error_body("unhealthy", str(engine.failure), "server_error"), 503)
         return json_response({"status": "ok"})
 
     return app

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +26,7 @@ def event(body: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
-class Form:
+class Form(ABC):
     """How the answers of one endpoint look.
 
     Args:
@@ -40,6 +41,8 @@ class Form:
     def __init__(self, model: str, tokenizer: Tokenizer, body: protocol.GenerationBody, generation: Generation) -> None:
         self.generation, self.body, self._model, self._tokenizer = generation, body, model, tokenizer
         self._begun: set[int] = set()
+        options = body.stream_options or protocol.StreamOptions()
+        self._continuous, self._includes_usage = options.continuous_usage_stats, options.include_usage
 
     def answer(self) -> dict[str, Any]:
         """The whole answer. The generation is complete."""
@@ -52,30 +55,28 @@ class Form:
 
     def last_events(self) -> bytes:
         """What follows the last piece."""
-        options = self.body.stream_options
         usage = b""
-        if options is not None and options.include_usage:
+        if self._includes_usage:
             head = self._head(self.event_kind)
             usage = event(head | {"choices": [], "usage": self.generation.usage()})
         return usage + b"data: [DONE]\n\n"
 
+    @abstractmethod
     def choice(self, choice: Choice) -> dict[str, Any]:
         """A choice of the whole answer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def delta(self, choice: Choice, piece: Piece, first: bool) -> dict[str, Any]:
         """What is new of a choice."""
-        raise NotImplementedError
 
     def of_prompt(self) -> dict[str, Any]:
         """What the whole answer, or its first event, says of the prompt."""
         return {}
 
     def _events_of(self, choice: Choice, piece: Piece) -> bytes:
-        options, first = self.body.stream_options, choice.index not in self._begun
-        continuous = options is not None and options.continuous_usage_stats
-        found = b""
-        if piece.text or piece.reasoning or piece.logprobs or self.body.return_token_ids or continuous or first:
+        first, found = choice.index not in self._begun, b""
+        always = first or self._continuous or self.body.return_token_ids
+        if always or piece.text or piece.reasoning or piece.logprobs:
             of_prompt = {} if self._begun else self.of_prompt()
             self._begun.add(choice.index)
             found = self._event(choice, self.delta(choice, piece, first), None, of_prompt)
@@ -85,12 +86,11 @@ class Form:
         return found
 
     def _event(self, choice: Choice, delta: dict[str, Any], reason: str | None, more: dict[str, Any]) -> bytes:
-        options = self.body.stream_options
         body = self._head(self.event_kind) | more
         body["choices"] = [{"index": choice.index, **delta, "finish_reason": reason}]
-        if options is not None and options.continuous_usage_stats:
+        if self._continuous:
             body["usage"] = self.generation.usage()
-        elif options is not None and options.include_usage:
+        elif self._includes_usage:
             body["usage"] = None
         return event(body)
 

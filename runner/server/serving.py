@@ -125,7 +125,7 @@ async def _serve(options: ServeOptions, listener: socket.socket) -> int:
             task.cancel()
         if service.sessions is not None:
             await service.sessions.close()
-        return 1 if service.failure is not None else 0
+        return 1 if server.lost_engine else 0
     finally:
         await engine.close()
 
@@ -142,11 +142,17 @@ _UVICORN: dict[str, Any] = {
 
 
 class _Server(uvicorn.Server):
-    """Ends when all requests have, after the first signal, and at once after the second."""
+    """Ends when all requests have, after the first signal, and at once after the second.
+
+    Attributes:
+        on_ready: called when it listens.
+        lost_engine: whether it ends because the engine has.
+    """
 
     def __init__(self, config: uvicorn.Config, gate: Gate, service: Service, drain_seconds: float) -> None:
         super().__init__(config)
         self.on_ready: Callable[[], None] = lambda: None
+        self.lost_engine = False
         self._gate, self._service, self._drain_seconds = gate, service, drain_seconds
         self._signalled: float | None = None
 
@@ -167,10 +173,9 @@ class _Server(uvicorn.Server):
         gate, service = self._gate, self._service
         while self._signalled is None:
             await asyncio.sleep(_LOOK_SECONDS)
-            ended = service.engine.failure
-            if ended is not None and service.failure is None:
-                service.failure = str(ended)
-                log.error("%s; the server ends", ended)
+            if service.engine.failure is not None and not self.lost_engine:
+                self.lost_engine = True
+                log.error("%s; the server ends", service.engine.failure)
                 self._drain_seconds = _LAST_WORDS_SECONDS
                 asyncio.get_running_loop().call_later(_LAST_WORDS_SECONDS, self._end)
         log.info("draining: %d requests go on, for at most %g s", gate.active, self._drain_seconds)

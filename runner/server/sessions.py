@@ -172,10 +172,9 @@ class SessionStore:
 
     async def write(self, session: Session) -> None:
         """Write a session's messages to its file. Raises SessionFileError."""
-        more = {"id": session.id, "owner": session.owner, "created": session.created}
         path, history = self._path(session.id), session.history.fork()
         with self._files_by_name():
-            await asyncio.to_thread(history.write, path, **more)
+            await asyncio.to_thread(history.write, path, owner=session.owner, created=session.created)
 
     async def save(self, session: Session, compute: bool = True) -> None:
         """Write a session with its state to its files. `compute`: also what the prefix cache has lost of it.
