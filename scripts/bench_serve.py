@@ -19,11 +19,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
-import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -36,12 +35,12 @@ from typing import Any
 from bench_batch import device_of
 from bench_commands import fail, filled_table, numbers, ostinato, over_llama, threads_of, told
 from check_speed import Finding
+from server_client import HOST, HungError, serving
 
 from ostinato.delegate.errors import OstinatoError
 
 LEAST_SHARE, LEAST_SHARE_OF_MANY, MANY = 0.97, 0.95, 100
 MOST_LATER_MS = 5.0
-READY = re.compile(r"ready after \S+ s: (http://\S+) ")
 # A large GGUF is read and copied to the GPU.
 LOAD_SECONDS = 300
 
@@ -78,13 +77,18 @@ def main(words: Sequence[str] | None = None) -> int:
     graph = "on" if arguments.cuda_graph else "off"
     alone = load(arguments, str(arguments.artifact), "--cuda_graph", graph)
     room = ["--sessions", str(alone[0]["sessions"]), "--kv-tokens", str(alone[0]["kv_tokens"])]
-    command = [sys.executable, "-m", "ostinato.runner.cli", "serve", str(arguments.artifact), "--port", "0", *room]
-    with serving([*command, "--cuda_graph", graph]) as url:
-        served = load(arguments, "--url", url)
+    words_of_server = [*room, "--cuda_graph", graph, "--no-log-requests"]
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            log = Path(folder) / "server.log"
+            with serving(arguments.artifact, log, words_of_server, patience=LOAD_SECONDS) as server:
+                served = load(arguments, "--url", f"http://{HOST}:{server.port}")
+    except HungError as error:
+        fail(str(error))
     peers: list[dict[str, Any] | None] = [None] * len(alone)
     if arguments.gguf:
-        with llama_serving(arguments, on_gpu) as (url, vocab):
-            peers = [*load(arguments, "--url", url, *vocab)]
+        with llama_serving(arguments, on_gpu) as url:
+            peers = [*load(arguments, "--url", url)]
     rows = [row_of(*three) for three in zip(alone, served, peers, strict=True)]
     first = alone[0]
     print(f"\n{first['device']}, torch {first['torch']}; about {arguments.n_prompt} + {arguments.n_gen} tokens each")
@@ -132,30 +136,10 @@ def load(arguments: argparse.Namespace, *words: str) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def serving(command: list[str]) -> Iterator[str]:
-    """Run `ostinato serve`, and yield its address when it is ready."""
-    print(f"$ {' '.join(command)}", file=sys.stderr, flush=True)
-    with subprocess.Popen([*command, "--no-log-requests"], stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stderr is not None
-            said = []
-            for line in process.stderr:
-                said.append(line)
-                if found := READY.search(line):
-                    yield found[1]
-                    break
-            else:
-                fail(f"the server has ended: {''.join(said)}")
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.communicate(timeout=LOAD_SECONDS)
-
-
-@contextmanager
-def llama_serving(arguments: argparse.Namespace, on_gpu: bool) -> Iterator[tuple[str, list[str]]]:
-    """Run llama-server with room for the most callers, and yield its address and what `bench --url` must be told."""
+def llama_serving(arguments: argparse.Namespace, on_gpu: bool) -> Iterator[str]:
+    """Run llama-server with room for the most callers, and yield its address."""
     with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+        free.bind((HOST, 0))
         port = free.getsockname()[1]
     callers = max(arguments.concurrency)
     # Lengths are up to 1.2 times their means.
@@ -166,12 +150,12 @@ def llama_serving(arguments: argparse.Namespace, on_gpu: bool) -> Iterator[tuple
     print(f"$ {' '.join(command)}", file=sys.stderr, flush=True)
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
-            url, end = f"http://127.0.0.1:{port}", time.monotonic() + LOAD_SECONDS
+            url, end = f"http://{HOST}:{port}", time.monotonic() + LOAD_SECONDS
             while not answers(f"{url}/health"):
                 if process.poll() is not None or time.monotonic() > end:
                     fail(f"{' '.join(command)} does not answer")
                 time.sleep(0.2)
-            yield url, []
+            yield url
         finally:
             process.kill()
 

@@ -243,14 +243,16 @@ class Server:
 
 
 @contextmanager
-def serving(artifact: Path, log: Path, words: Sequence[object] = (), port: int = 0) -> Iterator[Server]:
-    """Run a server until the end of the context. Raises HungError: it did not begin."""
+def serving(
+    artifact: Path, log: Path, words: Sequence[object] = (), port: int = 0, patience: float = PATIENCE
+) -> Iterator[Server]:
+    """Run a server until the end of the context. Raises HungError: it did not begin, or not within `patience` seconds."""
     command = [sys.executable, "-m", "ostinato.runner.cli", "serve", str(artifact), "--port", str(port)]
     with log.open("wb") as file:
         process = subprocess.Popen([*command, *map(str, words)], stderr=file)
     server = Server(process, log)
     try:
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + patience
         while not (found := _READY.search(log.read_bytes())):
             if process.poll() is not None or time.monotonic() > end:
                 raise HungError(f"the server did not begin:\n{log.read_text()}")
