@@ -29,7 +29,7 @@ from .metrics import Metrics
 from .protocol import MAX_CHOICES, ChatBody, ChatMessage, CompletionBody, GenerationBody
 from .sessions import Turn
 
-# OpenAI's default for completions. An answer of a chat may be as long as there is room.
+# OpenAI's default for completions.
 _COMPLETION_TOKENS = 16
 _CONFIGURED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # Threads that render and encode: tokenizers let others run meanwhile, and long prompts take tens of milliseconds.
@@ -229,6 +229,7 @@ class Answering:
         self._pool = ThreadPoolExecutor(_THREADS, "prompts")
         self.tokenizer: Tokenizer = engine.tokenizer
         self._defaults = default_params(self.tokenizer.generation_config)
+        self._chat_tokens = default_max_tokens(self.tokenizer.generation_config)
 
     async def chat(self, body: ChatBody, turn: Turn | None = None) -> Generation:
         """`turn`: of a session that the messages follow. Raises InputError, OptionError: the body cannot be done."""
@@ -270,7 +271,7 @@ class Answering:
             raise OptionError("max_tokens must be 1 or more, got 0")
         if turn is not None and body.n > 1:
             raise OptionError(f"one answer goes on with a session, got n {body.n}")
-        asked = self._asked(body, limit or self._engine.limits.max_seq_len, logprobs)
+        asked = self._asked(body, limit or self._chat_tokens or self._engine.limits.max_seq_len, logprobs)
         history = turn.session.history if turn is not None else ChatHistory()
         messages = [*history.messages, *messages_of(body.messages)]
         prompt = history.prompt(self.tokenizer, messages, kwargs)
@@ -370,6 +371,17 @@ def default_params(config: Mapping[str, Any]) -> SamplingParams:
         return replace(SamplingParams(temperature=1.0), **given)
     except OptionError as error:
         raise ArtifactError(f"generation_config.json: {error}") from error
+
+
+def default_max_tokens(config: Mapping[str, Any]) -> int | None:
+    """The most tokens of a chat's answer if the request does not say: `max_new_tokens` of `generation_config.json`. None: as
+    many as there is room for. Raises ArtifactError: no number of tokens."""
+    value: int | None = config.get("max_new_tokens")
+    if value is not None and (type(value) is not int or value < 1):
+        raise ArtifactError(
+            f"generation_config.json: max_new_tokens must be a whole number of 1 or more, got {value!r}"
+        )
+    return value
 
 
 def _with_all_tokens(given: dict[str, Any]) -> dict[str, Any]:
