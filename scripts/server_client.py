@@ -70,7 +70,8 @@ class Reply:
 
     @property
     def is_stream(self) -> bool:
-        return self.body.startswith(b"data: ")
+        # It may begin with a comment.
+        return self.body.startswith((b"data: ", b": "))
 
     @cached_property
     def events(self) -> list[Any]:
