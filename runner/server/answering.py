@@ -17,7 +17,7 @@ from ostinato.runner.answer_reader import AnswerReader
 from ostinato.runner.async_engine import AsyncEngine
 from ostinato.runner.chat_history import ChatHistory
 from ostinato.runner.prompt_lines import with_options
-from ostinato.runner.scheduler.messages import Request
+from ostinato.runner.scheduler.messages import Output, Request
 from ostinato.runner.stream import Result
 from ostinato.runner.text.prompts import Prompt, encode_prompt
 from ostinato.runner.text.reasoning import Divided, ReasoningSplitter
@@ -88,7 +88,7 @@ class Choice:
     def output_tokens(self) -> int:
         return len(self.result.tokens) if self._takes else 0
 
-    def read(self, outputs: Sequence[Any]) -> Piece:
+    def read(self, outputs: Sequence[Output]) -> Piece:
         """Add outputs, and return what they give. Raises OstinatoError: the error that the answer has ended with."""
         reader, piece = self._reader, Piece()
         text = ""
@@ -136,6 +136,7 @@ class Generation:
         self.turn: tuple[Turn, list[Message], Prompt] | None = None
         self._engine, self._metrics, self._requests = engine, metrics, requests
         self._by_place = {(choice.request.id, choice.number): choice for choice in choices}
+        self._left = len(choices)
         # What is known of a prompt is known of its first choice.
         self._firsts = [choice for choice in choices if choice.number == 0]
 
@@ -145,34 +146,42 @@ class Generation:
         Raises:
             OstinatoError: what an answer has ended with.
         """
-        left = len(self.choices)
         for request in self._requests:
             self._metrics.begin(len(request.tokens))
-        async with aclosing(self._engine.arrivals(self._requests)) as arrivals:
-            async for outputs in arrivals:
-                now = time.perf_counter()
-                mine: dict[Choice, list[Any]] = {}
-                for output in outputs:
-                    mine.setdefault(self._by_place[output.id, output.index], []).append(output)
-                ready = []
-                for choice, some in mine.items():
-                    if choice.ended:
-                        continue
-                    piece = choice.read(some)
-                    self._count(choice, piece, now)
-                    if piece.ended:
-                        left -= 1
-                        if some[-1].finish_reason is None:
-                            # A stop string has ended it.
-                            self._engine.cancel(choice.request, choice.number)
-                    ready.append((choice, piece))
-                if not left and self.turn is not None:
-                    # Before the client knows that the answer is complete: it may go on at once.
-                    await self._complete(*self.turn)
-                if ready:
-                    yield ready
-                if not left:
-                    return
+        try:
+            async with aclosing(self._engine.arrivals(self._requests)) as arrivals:
+                async for outputs in arrivals:
+                    ready = self._read(outputs)
+                    if not self._left and self.turn is not None:
+                        # Before the client knows that the answer is complete: it may go on at once.
+                        await self._complete(*self.turn)
+                    if ready:
+                        yield ready
+                    if not self._left:
+                        return
+        finally:
+            if self.turn is not None:
+                self.turn[0].release()
+
+    def _read(self, outputs: Sequence[Output]) -> list[tuple[Choice, Piece]]:
+        """What outputs give to choices that have not ended."""
+        now = time.perf_counter()
+        mine: dict[Choice, list[Output]] = {}
+        for output in outputs:
+            mine.setdefault(self._by_place[output.id, output.index], []).append(output)
+        ready = []
+        for choice, some in mine.items():
+            if choice.ended:
+                continue
+            piece = choice.read(some)
+            self._count(choice, piece, now)
+            if piece.ended:
+                self._left -= 1
+                if some[-1].finish_reason is None:
+                    # A stop string has ended it.
+                    self._engine.cancel(choice.request, choice.number)
+            ready.append((choice, piece))
+        return ready
 
     async def _complete(self, turn: Turn, asked: list[Message], prompt: Prompt) -> None:
         (choice,) = self.choices

@@ -21,6 +21,7 @@ from ostinato.runner.server.answering import Answering
 from ostinato.runner.server.app import KEEP_ALIVE, Service, make_app
 from ostinato.runner.server.gate import Gate
 from ostinato.runner.server.metrics import Metrics
+from ostinato.runner.server.sessions import SessionStore
 
 from ...processes import PATIENCE
 from .test_openai_client import ASK
@@ -104,6 +105,7 @@ def run(
         async with AsyncEngine(capitals_artifact, sessions=2) as engine:
             metrics = Metrics("capitals")
             service = Service(engine, Answering(engine, metrics), metrics, "capitals", keep_alive_seconds=0.02)
+            service.sessions = SessionStore(engine, tmp_path / "sessions", 3600)
             with socket.create_server(("127.0.0.1", 0)) as listener:
                 url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
                 async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE) as client:
@@ -194,5 +196,34 @@ def test_clients_that_leave_before_the_first_token(run: Callable[[Scenario], Non
         held.file("hold").unlink()
         events = await held.client.chat.completions.create(**ASK, stream=True)
         assert text_of([event async for event in events]) == "Paris"
+
+    run(scenario)
+
+
+def test_a_session_whose_events_end_early_is_free(run: Callable[[Scenario], None]) -> None:
+    """After an error, and when the client has left: another turn can begin."""
+
+    async def scenario(held: Held) -> None:
+        made: Any = await held.client.post("/sessions", body={}, cast_to=object)
+        turn: Any = {**ASK, "extra_body": {"session": made["id"]}}
+        held.file("hold").touch()
+        held.file("fault").touch()
+        with pytest.raises(openai.APIError, match="a step that fails"):
+            await anext(await held.client.chat.completions.create(**turn, stream=True))
+        held.file("fault").unlink()
+        held.file("hold").touch()
+        held.comments = 1_000_000
+        # No ConflictError.
+        events = await held.client.chat.completions.create(**turn, stream=True)
+        await events.close()
+        held.file("hold").unlink()
+        while True:
+            try:
+                answer = await held.client.chat.completions.create(**turn)
+                break
+            except openai.ConflictError:
+                # The server has not heard of it yet.
+                await asyncio.sleep(0.01)
+        assert answer.choices[0].message.content == "Paris"
 
     run(scenario)
