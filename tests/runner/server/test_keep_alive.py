@@ -154,8 +154,14 @@ def test_comments_come_while_nothing_else_does(run: Callable[[Scenario], None]) 
 def test_clients_see_no_comments(run: Callable[[Scenario], None]) -> None:
     async def scenario(held: Held) -> None:
         held.file("each").touch()
-        events = await held.client.chat.completions.create(**ASK, stream=True)
-        assert text_of([event async for event in events]) == "Paris"
+        usage: Any = {"include_usage": True, "continuous_usage_stats": True}
+        found = [
+            one async for one in await held.client.chat.completions.create(**ASK, stream=True, stream_options=usage)
+        ]
+        *events, last = found
+        assert text_of(events) == "Paris" and not last.choices
+        # Each token comes alone, with the number of tokens so far; then why it ended, and the usage.
+        assert [one.usage.completion_tokens for one in found] == [1, 2, 3, 4, 4, 4]
 
         def ask() -> Any:
             with openai.OpenAI(base_url=held.client.base_url, api_key="none", timeout=PATIENCE) as client:
