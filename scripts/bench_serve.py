@@ -82,7 +82,7 @@ def main(words: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder) / "server.log"
             with serving(arguments.artifact, log, words_of_server, patience=LOAD_SECONDS) as server:
-                served = load(arguments, "--url", f"http://{HOST}:{server.port}")
+                served = load(arguments, "--url", server.url)
     except HungError as error:
         fail(str(error))
     peers: list[dict[str, Any] | None] = [None] * len(alone)

@@ -57,11 +57,10 @@ def main(words: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         logs = Path(folder)
         with serving(arguments.artifact, logs / "server.log", ["--served-model-name", "capitals"]) as server:
-            url = f"http://127.0.0.1:{server.port}"
             found = [
-                *litellm(programs, url),
-                *lm_eval(programs, url, logs),
-                *aiperf(programs, url, arguments.artifact, logs),
+                *litellm(programs, server.url),
+                *lm_eval(programs, server.url, logs),
+                *aiperf(programs, server.url, arguments.artifact, logs),
             ]
         log = (logs / "server.log").read_text()
     found.append(Finding("server: tracebacks", str(log.count("Traceback")), "Traceback" not in log, "0"))

@@ -12,7 +12,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -70,7 +70,8 @@ class Reply:
 
     @property
     def is_stream(self) -> bool:
-        return self.body.startswith(b"data: ")
+        # It may begin with a comment.
+        return self.body.startswith((b"data: ", b": "))
 
     @cached_property
     def events(self) -> list[Any]:
@@ -225,6 +226,10 @@ class Server:
     max_seq_len: int = 0
     engine: int = 0
 
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
     def wait(self) -> int:
         """Wait until it has ended, and return its exit status. Raises HungError."""
         try:
@@ -244,12 +249,29 @@ class Server:
 
 @contextmanager
 def serving(
-    artifact: Path, log: Path, words: Sequence[object] = (), port: int = 0, patience: float = PATIENCE
+    artifact: Path,
+    log: Path,
+    words: Sequence[object] = (),
+    port: int | None = 0,
+    patience: float = PATIENCE,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
-    """Run a server until the end of the context. Raises HungError: it did not begin, or not within `patience` seconds."""
-    command = [sys.executable, "-m", "ostinato.runner.cli", "serve", str(artifact), "--port", str(port)]
+    """Run a server until the end of the context.
+
+    Args:
+        log: the file for what it writes to stderr.
+        words: more of its command line.
+        port: 0: any free one. None: its default.
+        patience: seconds within which it must begin.
+        environment: variables beside those of this process.
+
+    Raises:
+        HungError: it did not begin.
+    """
+    command = [sys.executable, "-m", "ostinato.runner.cli", "serve", str(artifact), *map(str, words)]
+    command += [] if port is None else ["--port", str(port)]
     with log.open("wb") as file:
-        process = subprocess.Popen([*command, *map(str, words)], stderr=file)
+        process = subprocess.Popen(command, stderr=file, env={**os.environ, **(environment or {})})
     server = Server(process, log)
     try:
         end = time.monotonic() + patience

@@ -9,8 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,11 @@ import pytest
 from ostinato.runner.cli import COMMANDS
 
 from .conftest import CAPITALS, ROOT
+from .processes import PATIENCE
+
+sys.path.append(str(ROOT / "scripts"))
+
+from server_client import serving
 
 READMES = [
     "README.md",
@@ -97,8 +101,8 @@ def run(command: list[str], servers: ExitStack) -> None:
             parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
             module.add_arguments(parser)
             parser.parse_args(words)
-        case ["ostinato", "serve", *words, "&"]:
-            servers.enter_context(serving(words))
+        case ["ostinato", "serve", artifact, *words, "&"]:
+            servers.enter_context(serving(Path(artifact), Path("server.log"), words, port=None, patience=PATIENCE))
         case ["curl", *words]:
             done = subprocess.run(["curl", "--fail-with-body", *words], capture_output=True, text=True)
             assert done.returncode == 0 and done.stdout, done.stdout + done.stderr
@@ -108,20 +112,6 @@ def run(command: list[str], servers: ExitStack) -> None:
             ostinato(words, subprocess.run(["printf", text], capture_output=True, text=True, check=True).stdout)
         case _:
             raise AssertionError(f"a command that this test does not know: {shlex.join(command)}")
-
-
-@contextmanager
-def serving(words: list[str]) -> Iterator[None]:
-    """Have a server until the end of the context."""
-    command = [sys.executable, "-m", "ostinato.runner.cli", "serve", *words]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        try:
-            assert any(" ready after " in line for line in process.stderr)
-            yield
-        finally:
-            process.terminate()
-            process.communicate()
 
 
 def ostinato(words: list[str], given: str = "") -> None:

@@ -44,6 +44,7 @@ def chunked(*parts: bytes) -> bytes:
     ("data", "text"),
     [
         (chunked(EVENT, DONE) + b"0\r\n\r\n", "Paris"),
+        (chunked(b": keep-alive\n\n", EVENT, b": keep-alive\n\n", DONE) + b"0\r\n\r\n", "Paris"),
         (chunked(EVENT, DONE), None),
         (chunked(EVENT) + b"0\r\n\r\n", None),
         (chunked(EVENT, b'data: {"error":{"message":"no"}}\n\n', DONE) + b"0\r\n\r\n", None),

@@ -17,7 +17,7 @@ from ostinato.runner.answer_reader import AnswerReader
 from ostinato.runner.async_engine import AsyncEngine
 from ostinato.runner.chat_history import ChatHistory
 from ostinato.runner.prompt_lines import with_options
-from ostinato.runner.scheduler.messages import Request
+from ostinato.runner.scheduler.messages import Output, Request
 from ostinato.runner.stream import Result
 from ostinato.runner.text.prompts import Prompt, encode_prompt
 from ostinato.runner.text.reasoning import Divided, ReasoningSplitter
@@ -29,7 +29,7 @@ from .metrics import Metrics
 from .protocol import MAX_CHOICES, ChatBody, ChatMessage, CompletionBody, GenerationBody
 from .sessions import Turn
 
-# OpenAI's default for completions. An answer of a chat may be as long as there is room.
+# OpenAI's default for completions.
 _COMPLETION_TOKENS = 16
 _CONFIGURED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # Threads that render and encode: tokenizers let others run meanwhile, and long prompts take tens of milliseconds.
@@ -88,7 +88,7 @@ class Choice:
     def output_tokens(self) -> int:
         return len(self.result.tokens) if self._takes else 0
 
-    def read(self, outputs: Sequence[Any]) -> Piece:
+    def read(self, outputs: Sequence[Output]) -> Piece:
         """Add outputs, and return what they give. Raises OstinatoError: the error that the answer has ended with."""
         reader, piece = self._reader, Piece()
         text = ""
@@ -136,6 +136,7 @@ class Generation:
         self.turn: tuple[Turn, list[Message], Prompt] | None = None
         self._engine, self._metrics, self._requests = engine, metrics, requests
         self._by_place = {(choice.request.id, choice.number): choice for choice in choices}
+        self._left = len(choices)
         # What is known of a prompt is known of its first choice.
         self._firsts = [choice for choice in choices if choice.number == 0]
 
@@ -145,34 +146,42 @@ class Generation:
         Raises:
             OstinatoError: what an answer has ended with.
         """
-        left = len(self.choices)
         for request in self._requests:
             self._metrics.begin(len(request.tokens))
-        async with aclosing(self._engine.arrivals(self._requests)) as arrivals:
-            async for outputs in arrivals:
-                now = time.perf_counter()
-                mine: dict[Choice, list[Any]] = {}
-                for output in outputs:
-                    mine.setdefault(self._by_place[output.id, output.index], []).append(output)
-                ready = []
-                for choice, some in mine.items():
-                    if choice.ended:
-                        continue
-                    piece = choice.read(some)
-                    self._count(choice, piece, now)
-                    if piece.ended:
-                        left -= 1
-                        if some[-1].finish_reason is None:
-                            # A stop string has ended it.
-                            self._engine.cancel(choice.request, choice.number)
-                    ready.append((choice, piece))
-                if not left and self.turn is not None:
-                    # Before the client knows that the answer is complete: it may go on at once.
-                    await self._complete(*self.turn)
-                if ready:
-                    yield ready
-                if not left:
-                    return
+        try:
+            async with aclosing(self._engine.arrivals(self._requests)) as arrivals:
+                async for outputs in arrivals:
+                    ready = self._read(outputs)
+                    if not self._left and self.turn is not None:
+                        # Before the client knows that the answer is complete: it may go on at once.
+                        await self._complete(*self.turn)
+                    if ready:
+                        yield ready
+                    if not self._left:
+                        return
+        finally:
+            if self.turn is not None:
+                self.turn[0].release()
+
+    def _read(self, outputs: Sequence[Output]) -> list[tuple[Choice, Piece]]:
+        """What outputs give to choices that have not ended."""
+        now = time.perf_counter()
+        mine: dict[Choice, list[Output]] = {}
+        for output in outputs:
+            mine.setdefault(self._by_place[output.id, output.index], []).append(output)
+        ready = []
+        for choice, some in mine.items():
+            if choice.ended:
+                continue
+            piece = choice.read(some)
+            self._count(choice, piece, now)
+            if piece.ended:
+                self._left -= 1
+                if some[-1].finish_reason is None:
+                    # A stop string has ended it.
+                    self._engine.cancel(choice.request, choice.number)
+            ready.append((choice, piece))
+        return ready
 
     async def _complete(self, turn: Turn, asked: list[Message], prompt: Prompt) -> None:
         (choice,) = self.choices
@@ -229,6 +238,7 @@ class Answering:
         self._pool = ThreadPoolExecutor(_THREADS, "prompts")
         self.tokenizer: Tokenizer = engine.tokenizer
         self._defaults = default_params(self.tokenizer.generation_config)
+        self._chat_tokens = default_max_tokens(self.tokenizer.generation_config)
 
     async def chat(self, body: ChatBody, turn: Turn | None = None) -> Generation:
         """`turn`: of a session that the messages follow. Raises InputError, OptionError: the body cannot be done."""
@@ -270,7 +280,7 @@ class Answering:
             raise OptionError("max_tokens must be 1 or more, got 0")
         if turn is not None and body.n > 1:
             raise OptionError(f"one answer goes on with a session, got n {body.n}")
-        asked = self._asked(body, limit or self._engine.limits.max_seq_len, logprobs)
+        asked = self._asked(body, limit or self._chat_tokens or self._engine.limits.max_seq_len, logprobs)
         history = turn.session.history if turn is not None else ChatHistory()
         messages = [*history.messages, *messages_of(body.messages)]
         prompt = history.prompt(self.tokenizer, messages, kwargs)
@@ -370,6 +380,17 @@ def default_params(config: Mapping[str, Any]) -> SamplingParams:
         return replace(SamplingParams(temperature=1.0), **given)
     except OptionError as error:
         raise ArtifactError(f"generation_config.json: {error}") from error
+
+
+def default_max_tokens(config: Mapping[str, Any]) -> int | None:
+    """The most tokens of a chat's answer if the request does not say: `max_new_tokens` of `generation_config.json`. None: as
+    many as there is room for. Raises ArtifactError: no number of tokens."""
+    value: int | None = config.get("max_new_tokens")
+    if value is not None and (type(value) is not int or value < 1):
+        raise ArtifactError(
+            f"generation_config.json: max_new_tokens must be a whole number of 1 or more, got {value!r}"
+        )
+    return value
 
 
 def _with_all_tokens(given: dict[str, Any]) -> dict[str, Any]:

@@ -41,6 +41,9 @@ from .sessions import BusySessionError, NoSessionError, SessionStore
 log = logging.getLogger("ostinato.server")
 Got = TypeVar("Got")
 
+# An event that is none: clients drop it, and proxies see that the connection is in use.
+KEEP_ALIVE = b": keep-alive\n\n"
+
 
 @dataclass
 class Service:
@@ -54,6 +57,7 @@ class Service:
         sessions: conversations by id; None: there are none.
         created: when the server began, in seconds since 1970.
         logs_requests, logs_prompts: whether each request is logged, and its prompt and answers, too.
+        keep_alive_seconds: how long nothing may be sent of an answer in events. Many proxies wait for 30 or 60 seconds.
     """
 
     engine: AsyncEngine
@@ -64,6 +68,7 @@ class Service:
     logs_prompts: bool = False
     sessions: SessionStore | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+    keep_alive_seconds: float = 15.0
 
 
 class _App(FastAPI):
@@ -179,25 +184,30 @@ async def _respond(service: Service, request: Request, form: Form) -> Response:
         _log(service, request, generation)
         return json_response(form.answer())
     pieces = generation.pieces()
+    first = asyncio.ensure_future(anext(pieces))
     try:
-        # What fails before the first token has a status of its own.
-        first = await until_gone(request.receive, anext(pieces))
+        # What fails before the first token has a status of its own, unless the client has waited too long for one.
+        await until_gone(request.receive, asyncio.wait({first}, timeout=service.keep_alive_seconds))
+        if first.done():
+            first.result()
     except BaseException:
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
         await pieces.aclose()
         raise
-    return EventResponse(_events(service, request, form, first, pieces))
+    return EventResponse(_events(service, request, form, first, pieces), service.keep_alive_seconds)
 
 
 async def _events(
     service: Service,
     request: Request,
     form: Form,
-    first: list[tuple[Choice, Piece]],
+    first: Awaitable[list[tuple[Choice, Piece]]],
     pieces: AsyncGenerator[list[tuple[Choice, Piece]], None],
 ) -> AsyncGenerator[bytes, None]:
     async with aclosing(pieces):
-        yield form.events(first)
         try:
+            yield form.events(await first)
             async for ready in pieces:
                 yield form.events(ready)
         except Exception as error:
@@ -210,21 +220,43 @@ async def _events(
 
 
 class EventResponse(Response):
-    """Server-sent events. When the client goes away, their generator is closed."""
+    """Server-sent events. When the client goes away, their generator is closed.
+
+    Args:
+        events: what is sent, whole events.
+        keep_alive_seconds: after so long without an event, KEEP_ALIVE is sent.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], keep_alive_seconds: float) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events = events
+        self._events, self._keep_alive_seconds = events, keep_alive_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sent = time.monotonic()
+
+        async def send_data(data: bytes) -> None:
+            nonlocal sent
+            sent = time.monotonic()
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+
+        async def keep_alive() -> None:
+            while True:
+                await asyncio.sleep(sent + self._keep_alive_seconds - time.monotonic())
+                if time.monotonic() >= sent + self._keep_alive_seconds:
+                    await send_data(KEEP_ALIVE)
+
         async def write() -> None:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for data in self._events:
-                if data:
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            comments = asyncio.create_task(keep_alive())
+            try:
+                async for data in self._events:
+                    if data:
+                        await send_data(data)
+            finally:
+                comments.cancel()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         async with aclosing(self._events):

@@ -81,7 +81,7 @@ class Turn:
     """
 
     def __init__(self, store: SessionStore, session: Session) -> None:
-        self._store, self.session = store, session
+        self._store, self.session, self._released = store, session, False
         session.busy, session.used = True, time.time()
 
     async def complete(self, asked: Sequence[Message], prompt: Prompt, result: Result, said: Message) -> None:
@@ -91,8 +91,9 @@ class Turn:
         await self._store.write(session)
 
     def release(self) -> None:
-        """Let others go on with the session. Releasing twice is fine."""
-        self.session.busy, self.session.used = False, time.time()
+        """Let others go on with the session. Releasing twice is fine, and does not end the turn of another."""
+        if not self._released:
+            self._released, self.session.busy, self.session.used = True, False, time.time()
 
 
 class SessionStore:

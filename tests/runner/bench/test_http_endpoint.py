@@ -108,6 +108,8 @@ async def at_the_end(body: Body) -> AsyncIterator[bytes]:
     for number in range(body["max_tokens"]):
         if number != 2:
             yield event("x")
+        else:
+            yield b": keep-alive\n\n"
     usage = {"completion_tokens": body["max_tokens"], "prompt_tokens_details": {"cached_tokens": 3}}
     yield event("", "length", usage)
     yield b"data: [DONE]\n\n"

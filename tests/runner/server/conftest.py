@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
-import os
-import re
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from ...conftest import ROOT
 from ...processes import PATIENCE
 
+sys.path.append(str(ROOT / "scripts"))
+
+import server_client
+
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
-READY = re.compile(r"ready after \S+ s: (http://\S+) serves (\S+),")
 
 
 @dataclass
 class Server:
-    """A running server: its process, its address, and what it wrote to stderr."""
+    """A running server: its address, its process, and what it wrote to stderr."""
 
-    process: subprocess.Popen[str]
-    url: str = ""
-    lines: list[str] = field(default_factory=list)
+    running: server_client.Server
+
+    @property
+    def url(self) -> str:
+        return self.running.url
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        return self.running.process
 
     @property
     def log(self) -> str:
-        return "".join(self.lines)
+        return self.running.log.read_text()
 
     def client(self, key: str = "none", **options: Any) -> openai.OpenAI:
         """A client of OpenAI's that asks once."""
@@ -49,34 +57,10 @@ class Server:
 @contextmanager
 def serving(artifact: Path, *words: object, **environment: str) -> Iterator[Server]:
     """Run `ostinato serve` until the end of the context."""
-    command = [sys.executable, "-m", "ostinato.runner.cli", "serve", str(artifact), "--port", "0", *map(str, words)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
-    server, ready = Server(process), threading.Event()
-
-    def read() -> None:
-        assert process.stderr is not None
-        for line in process.stderr:
-            server.lines.append(line)
-            if found := READY.search(line):
-                server.url = found[1]
-                ready.set()
-        ready.set()
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    try:
-        assert ready.wait(PATIENCE) and server.url, server.log
-        yield server
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-        reader.join()
-        assert process.stderr is not None
-        process.stderr.close()
-
-
-Serve = Callable[..., Server]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with server_client.serving(artifact, log, words, patience=PATIENCE, environment=environment) as running:
+            yield Server(running)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ostinato.delegate.errors import ArtifactError
-from ostinato.runner.server.answering import default_params
+from ostinato.runner.server.answering import default_max_tokens, default_params
 
 from .asking import ask
 from .conftest import QUESTION, Server, serving
@@ -32,7 +32,7 @@ def thinking(capitals_artifact: Path, tmp_path_factory: pytest.TempPathFactory) 
     change(folder / "tokenizer_config.json", chat_template=THINKING)
     decoder = json.loads((folder / "tokenizer.json").read_text())["decoder"]
     change(folder / "tokenizer.json", normalizer=DROPPED, decoder={"type": "Sequence", "decoders": [READ, decoder]})
-    change(folder / "generation_config.json", temperature=0.5, top_k=1, repetition_penalty=1.0)
+    change(folder / "generation_config.json", temperature=0.5, top_k=1, repetition_penalty=1.0, max_new_tokens=20)
     with serving(folder, "--sessions", 4) as found:
         yield found
         assert found.end() == 0
@@ -85,6 +85,14 @@ def test_defaults_of_the_model(thinking: Server, server: Server) -> None:
     assert asked.texts != greedy.texts
 
 
+def test_the_default_length_of_the_model(thinking: Server) -> None:
+    """It is for chats that do not say how long an answer may be. Completions have OpenAI's."""
+    on: Any = {"extra_body": {"ignore_eos": True}}
+    assert ask(thinking, messages=QUESTION, **on).completion_tokens == 20
+    assert ask(thinking, messages=QUESTION, max_tokens=30, **on).completion_tokens == 30
+    assert ask(thinking, prompt="x", **on).completion_tokens == 16
+
+
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
@@ -101,3 +109,7 @@ def test_default_params(config: dict[str, Any], expected: tuple[float, ...]) -> 
 def test_a_default_out_of_range() -> None:
     with pytest.raises(ArtifactError, match=r"generation_config.json: temperature"):
         default_params({"temperature": -1})
+    assert default_max_tokens({}) is default_max_tokens({"max_new_tokens": None}) is None
+    for wrong in (0, -1, 2.5, True, "20"):
+        with pytest.raises(ArtifactError, match=r"generation_config.json: max_new_tokens must be"):
+            default_max_tokens({"max_new_tokens": wrong})
