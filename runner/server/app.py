@@ -307,9 +307,10 @@ async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
     if error.status_code == 405:
-        # Each route knows of its own methods alone.
+        # Each route knows of its own methods alone, and the gate makes GET of HEAD.
         found = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
-        headers["Allow"] = ", ".join(sorted(set().union(*(route.methods for route in found))))
+        methods: set[str] = set().union(*(route.methods for route in found))
+        headers["Allow"] = ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))
     return json_response(error_body(None, str(error.detail)), error.status_code, headers)
 
 

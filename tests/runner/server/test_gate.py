@@ -260,6 +260,33 @@ def test_the_app_knows_the_name(keyed: Gated) -> None:
     assert "X-Request-Id" in keyed.get().headers
 
 
+# --- methods
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/models", "/v1/models/capitals", "/openapi.json"])
+def test_head_is_get_without_a_body(server: Server, path: str) -> None:
+    """Load balancers and uptime checks ask so. What comes next on the connection shows that there was no body."""
+    with requests.Session() as one:
+        whole, bare, again = (one.request(kind, server.url + path, timeout=PATIENCE) for kind in ("GET", "HEAD", "GET"))
+    assert (whole.status_code, bare.status_code, again.status_code) == (200, 200, 200)
+    assert bare.content == b"" and "X-Request-Id" in bare.headers
+    assert bare.headers["Content-Type"] == whole.headers["Content-Type"] == again.headers["Content-Type"]
+    if path != "/metrics":
+        assert bare.headers["Content-Length"] == str(len(whole.content))
+
+
+def test_head_of_what_is_not_there(server: Server) -> None:
+    for path, status in (("/nowhere", 404), (CHAT, 405), ("/v1/models/another", 404)):
+        answer = requests.head(server.url + path, timeout=PATIENCE)
+        assert (answer.status_code, answer.content) == (status, b"")
+
+
+def test_head_needs_a_key(keyed: Gated) -> None:
+    url = f"http://127.0.0.1:{keyed.port}"
+    assert requests.head(f"{url}/v1/models", timeout=PATIENCE).status_code == 401
+    assert requests.head(f"{url}/health", timeout=PATIENCE).status_code == 200
+
+
 # --- the end
 
 
