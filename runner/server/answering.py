@@ -261,8 +261,6 @@ class Answering:
             if body.reasoning_effort == "none":
                 kwargs.setdefault("enable_thinking", False)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        if body.top_logprobs is not None and not body.logprobs:
-            raise OptionError("top_logprobs needs logprobs to be true")
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         if body.max_tokens is not None and limit != body.max_tokens:
             raise OptionError("max_tokens and max_completion_tokens mean the same: give one of them")
@@ -284,7 +282,7 @@ class Answering:
         limit = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         if limit == 0 and not body.echo:
             raise OptionError("max_tokens must be 1 or more without echo, got 0")
-        asked = self._asked(body, max(limit, 1), body.logprobs)
+        asked = self._asked(body, limit, body.logprobs)
         if body.echo and body.logprobs is not None:
             params = asked.sampling_params
             assert params is not None
@@ -309,7 +307,11 @@ class Answering:
             given["seed"] %= 1 << 64
         if given["min_tokens"] is not None and given["min_tokens"] > limit:
             raise OptionError(f"min_tokens {given['min_tokens']} is more than max_tokens {limit}")
-        defaults = TextRequest(prompt="", max_new_tokens=limit, sampling_params=self._defaults)
+        vocab, last = self._engine.limits.vocab, max(given["stop_token_ids"] or (), default=0)
+        if last >= vocab:
+            raise OptionError(f"stop_token_ids takes tokens of 0 to {vocab - 1}, got {last}")
+        # The engine gives one token at least.
+        defaults = TextRequest(prompt="", max_new_tokens=max(limit, 1), sampling_params=self._defaults)
         return with_options(defaults, given | {"logprobs": logprobs})
 
     def _generation(

@@ -130,6 +130,8 @@ def make_app(service: Service) -> FastAPI:
         _check_model(service, body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InputError("give either prompt or messages")
+        if body.messages is None and (body.chat_template_kwargs is not None or not body.add_generation_prompt):
+            raise InputError("chat_template_kwargs and add_generation_prompt are for messages, and not for a prompt")
         given = body.prompt if body.messages is None else body.messages
         assert given is not None
         tokens = await answering.tokenize(given, body.chat_template_kwargs, body.add_generation_prompt)

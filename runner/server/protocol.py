@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from ostinato.delegate.sampling_params import MAX_BIAS, MAX_FLOAT32, MAX_LOGPROBS, MAX_PENALTY, MAX_TOP_K
@@ -73,6 +82,18 @@ def _few(biases: Any) -> Any:
 _Biases = Annotated[dict[str, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]], BeforeValidator(_few)]
 
 
+def _needs(name: str) -> AfterValidator:
+    """The check of a parameter that means something only where another one, which is declared before it, is true."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        # If the other one is wrong, it is not in `data`, and has an error of its own.
+        if info.data.get(name) is False:
+            raise PydanticCustomError("needs", "it needs {name} to be true", {"name": name})
+        return value
+
+    return AfterValidator(check)
+
+
 class Body(BaseModel):
     """A request's body. Values are not converted from other types."""
 
@@ -119,7 +140,7 @@ class GenerationBody(Body):
     model: str | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: Annotated[StreamOptions | None, _needs("stream")] = None
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
@@ -167,7 +188,7 @@ class ChatBody(GenerationBody):
     messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: Annotated[int | None, _needs("logprobs")] = Field(None, ge=0, le=MAX_LOGPROBS)
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = Field(None, description="for the chat template; `none`: as enable_thinking false")
     session: str | None = Field(None, description="go on with this session: messages are those that come after it")
@@ -184,7 +205,7 @@ class CompletionBody(GenerationBody):
 
 
 class TokenizeBody(Body):
-    """POST /tokenize: a text, or the messages of a chat."""
+    """POST /tokenize: a text, or the messages of a chat, to which alone the chat template's values belong."""
 
     model: str | None = None
     prompt: str | None = None

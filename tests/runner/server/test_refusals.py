@@ -10,6 +10,8 @@ from pydantic import ValidationError
 from ostinato.runner.server.protocol import ChatBody, CompletionBody
 from ostinato.runner.server.refusals import refusal
 
+MESSAGES = [{"role": "user", "content": "x"}]
+
 
 def refused(kind: Any, body: Any) -> tuple[str, str | None]:
     with pytest.raises(ValidationError) as found:
@@ -32,6 +34,9 @@ def refused(kind: Any, body: Any) -> tuple[str, str | None]:
         ({"logit_bias": {"5": 200}}, "logit_bias.5: Input should be less than or equal to 100", "logit_bias.5"),
         ({"seed": "a", "prompt": [[1, "x"]]}, "seed: Input should be a valid integer", "seed"),
         ({"stream_options": {"x": 1}}, "unknown parameter 'stream_options.x'", "stream_options.x"),
+        ({"stream_options": {}}, "stream_options: it needs stream to be true", "stream_options"),
+        ({"stream_options": {}, "stream": False}, "stream_options: it needs stream to be true", "stream_options"),
+        ({"stream_options": {}, "stream": 1}, "stream: Input should be a valid boolean", "stream"),
         ({"suffix": "x"}, "suffix is not supported", "suffix"),
     ],
 )
@@ -50,6 +55,18 @@ def test_completions(given: dict[str, Any], what: str, param: str) -> None:
 )
 def test_messages(message: Any, what: str) -> None:
     assert refused(ChatBody, {"messages": [message]}) == (what, what.partition(":")[0])
+
+
+@pytest.mark.parametrize("given", [{"top_logprobs": 0}, {"top_logprobs": 2, "logprobs": False}])
+def test_likely_tokens_without_log_probabilities(given: Any) -> None:
+    what = "top_logprobs: it needs logprobs to be true"
+    assert refused(ChatBody, {"messages": MESSAGES, **given}) == (what, "top_logprobs")
+
+
+def test_what_asks_for_nothing_needs_nothing() -> None:
+    given: Any = {"stream_options": None, "top_logprobs": None, "logprobs": None, "stream": None}
+    body = ChatBody.model_validate({"messages": MESSAGES, **given})
+    assert body.model_fields_set == {"messages"}
 
 
 def test_something_else_than_an_object() -> None:
