@@ -122,6 +122,11 @@ class Tokenizer:
             raise InputError("the text is not valid Unicode: it holds bytes that are not UTF-8") from error
         except Exception as error:  # The library raises bare Exception.
             raise InputError(f"the text cannot be encoded: {error}") from error
+        except BaseException as error:
+            # A panic of the library is no Exception. Its regular expressions end so in 10 million blanks in a row.
+            if type(error).__name__ != "PanicException":
+                raise
+            raise InputError(f"the text cannot be encoded: {error}") from error
         return ids
 
     def pieces(self, text: str, told: Sequence[Piece] = ()) -> list[Piece]:

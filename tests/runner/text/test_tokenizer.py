@@ -256,6 +256,13 @@ def test_a_word_that_has_no_token(tmp_path: Path) -> None:
         words.encode("hello world")
 
 
+def test_a_text_that_the_library_gives_up(tokenizer: Tokenizer) -> None:
+    """Its regular expressions panic, which no `except Exception` sees."""
+    with pytest.raises(InputError, match="the text cannot be encoded: Onig"):
+        tokenizer.encode(" " * 10_000_001)
+    assert tokenizer.decode(tokenizer.encode("hi")) == "hi"
+
+
 def test_text_that_is_not_unicode(tokenizer: Tokenizer) -> None:
     """The text is an argument that is not valid UTF-8, as Python decodes it."""
     with pytest.raises(InputError, match="not valid Unicode"):
