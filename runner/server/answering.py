@@ -19,7 +19,7 @@ from ostinato.runner.chat_history import ChatHistory
 from ostinato.runner.prompt_lines import with_options
 from ostinato.runner.scheduler.messages import Request
 from ostinato.runner.stream import Result
-from ostinato.runner.text.prompts import Prompt, encode_prompt
+from ostinato.runner.text.prompts import ContextLengthError, Prompt, encode_prompt
 from ostinato.runner.text.reasoning import Divided, ReasoningSplitter
 from ostinato.runner.text.stop_strings import checked_stop
 from ostinato.runner.text.tokenizer import Message, Tokenizer
@@ -32,8 +32,9 @@ from .sessions import Turn
 # OpenAI's default for completions. An answer of a chat may be as long as there is room.
 _COMPLETION_TOKENS = 16
 _CONFIGURED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-# Threads that render and encode: tokenizers let others run meanwhile, and long prompts take tens of milliseconds.
-_THREADS = 4
+# Threads that render and encode: tokenizers let others run meanwhile. Texts of some characters have others, so that short
+# ones do not wait for them: a million characters take up to a second.
+_THREADS, _LONG_THREADS, _LONG_CHARACTERS = 4, 2, 1 << 17
 
 
 @dataclass
@@ -227,16 +228,17 @@ class Answering:
     def __init__(self, engine: AsyncEngine, metrics: Metrics) -> None:
         self._engine, self._metrics = engine, metrics
         self._pool = ThreadPoolExecutor(_THREADS, "prompts")
+        self._long_pool = ThreadPoolExecutor(_LONG_THREADS, "long-prompts")
         self.tokenizer: Tokenizer = engine.tokenizer
         self._defaults = default_params(self.tokenizer.generation_config)
 
     async def chat(self, body: ChatBody, turn: Turn | None = None) -> Generation:
         """`turn`: of a session that the messages follow. Raises InputError, OptionError: the body cannot be done."""
-        return await self._in_thread(self._chat, body, turn)
+        return await self._in_thread(_characters(body.messages), self._chat, body, turn)
 
     async def completion(self, body: CompletionBody) -> Generation:
         """Raises InputError, OptionError: what the body asks for cannot be done."""
-        return await self._in_thread(self._completion, body)
+        return await self._in_thread(_characters(_prompts_of(body)), self._completion, body)
 
     async def tokenize(
         self, prompt: str | Sequence[ChatMessage], kwargs: Mapping[str, Any] | None, add_generation_prompt: bool
@@ -249,10 +251,12 @@ class Answering:
                 text = self.tokenizer.render(messages_of(text), kwargs, add_generation_prompt)
             return self.tokenizer.encode(text)
 
-        return await self._in_thread(encode)
+        return await self._in_thread(_characters([prompt] if isinstance(prompt, str) else prompt), encode)
 
-    async def _in_thread(self, function: Any, *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+    async def _in_thread(self, characters: int, function: Any, *arguments: Any) -> Any:
+        """What a function gives, to which texts of so many characters go."""
+        pool = self._pool if characters < _LONG_CHARACTERS else self._long_pool
+        return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
 
     def _chat(self, body: ChatBody, turn: Turn | None) -> Generation:
         kwargs = dict(body.chat_template_kwargs or {})
@@ -271,7 +275,7 @@ class Answering:
         asked = self._asked(body, limit or self._engine.limits.max_seq_len, logprobs)
         history = turn.session.history if turn is not None else ChatHistory()
         messages = [*history.messages, *messages_of(body.messages)]
-        prompt = history.prompt(self.tokenizer, messages, kwargs)
+        prompt = history.prompt(self.tokenizer, messages, kwargs, self._engine.limits.max_seq_len)
         text = "".join(piece.text for piece in prompt.pieces)
         generation = self._generation("chatcmpl", body, asked, [(prompt, text)])
         if turn is not None:
@@ -295,7 +299,8 @@ class Answering:
     def _raw(self, given: str | list[int], echo: bool) -> tuple[Prompt, str]:
         """A prompt as it is, and its text if that is given back."""
         if isinstance(given, str):
-            return encode_prompt(self.tokenizer, given, raw=True), given if echo else ""
+            prompt = encode_prompt(self.tokenizer, given, raw=True, max_tokens=self._engine.limits.max_seq_len)
+            return prompt, given if echo else ""
         if not given:
             raise InputError("the prompt is empty")
         return Prompt([], given, None, True), self.tokenizer.decode(given) if echo else ""
@@ -329,19 +334,13 @@ class Answering:
         splits = kind == "chatcmpl" and self.tokenizer.may_reason
         for prompt, text in prompts:
             if len(prompt.tokens) >= most:
-                raise ContextLengthError(
-                    f"the prompt has {len(prompt.tokens):,} tokens, and the model takes {most:,} with the answer: shorten it"
-                )
+                raise ContextLengthError(f"{len(prompt.tokens):,}", most)
             request = replace(asked, prompt=prompt).for_scheduler(self._engine.new_id(), self.tokenizer)
             requests.append(request)
             for number in range(body.n):
                 reader = AnswerReader(len(request.tokens), self.tokenizer, checked_stop(asked.stop))
                 choices.append(Choice(len(choices), request, number, text, reader, splits, takes))
         return Generation(self._engine, self._metrics, f"{kind}-{secrets.token_hex(12)}", requests, choices)
-
-
-class ContextLengthError(InputError):
-    """A prompt has more tokens than the model takes."""
 
 
 _OPTIONS = (
@@ -358,6 +357,18 @@ def messages_of(messages: Sequence[ChatMessage]) -> list[Message]:
         if not isinstance(message.content, str):
             given["content"] = "".join(part.text for part in message.content)
         found.append(given)
+    return found
+
+
+def _characters(texts: Sequence[str | list[int] | ChatMessage]) -> int:
+    """Number of characters of prompts, or of messages. Token ids have none."""
+    found = 0
+    for text in texts:
+        content = text.content if isinstance(text, ChatMessage) else text
+        if isinstance(content, str):
+            found += len(content)
+        elif content and not isinstance(content[0], int):
+            found += sum(len(part.text) for part in content if not isinstance(part, int))
     return found
 
 

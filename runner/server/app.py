@@ -29,9 +29,10 @@ from ostinato.delegate.version import __version__
 from ostinato.runner.async_engine import AsyncEngine, EngineProcessError
 from ostinato.runner.openai_bodies import error_body
 from ostinato.runner.scheduler.messages import QueueFullError
+from ostinato.runner.text.prompts import ContextLengthError
 
 from . import protocol
-from .answering import Answering, Choice, ContextLengthError, Generation, Piece
+from .answering import Answering, Choice, Generation, Piece
 from .metrics import CONTENT_TYPE, Metrics
 from .refusals import refusal
 from .responses import ChatForm, CompletionForm, Form, event, json_response

@@ -163,6 +163,32 @@ def test_a_large_body_holds_up_nobody(server: Server, path: str, body: object, s
     assert found == [status] and max(waits) < max(1.5, 8 * parse)
 
 
+def test_long_texts_hold_up_no_short_ones(server: Server) -> None:
+    """More long texts are encoded than there are threads of either kind. No chat waits for one of them."""
+    data = json.dumps({"prompt": "what is " * 250_000}).encode()
+    counts, times, waits = [], [], []
+
+    def send() -> None:
+        begin = time.monotonic()
+        with urllib.request.urlopen(post(server, "/tokenize", data), timeout=PATIENCE) as answer:
+            counts.append(json.load(answer)["count"])
+        times.append(time.monotonic() - begin)
+
+    client: Any = server.client()
+    sending = [threading.Thread(target=send) for _ in range(8)]
+    for one in sending:
+        one.start()
+    while any(one.is_alive() for one in sending):
+        begin = time.monotonic()
+        assert client.chat.completions.create(**ASK).choices[0].message.content == "Paris"
+        waits.append(time.monotonic() - begin)
+    for one in sending:
+        one.join()
+    assert counts == [500_002] * 8
+    # A chat takes some milliseconds, and one that waits takes as long as a long text.
+    assert max(waits) < min(times) / 2
+
+
 def test_characters_that_are_not_unicode(server: Server) -> None:
     """The response that names them is an error that can be read."""
     lone = "\ud800"

@@ -87,7 +87,14 @@ def test_log_probabilities(client: Any) -> None:
         ({"max_tokens": 3, "max_completion_tokens": 4}, "mean the same"),
         ({"max_tokens": 3, "extra_body": {"min_tokens": 4}}, "min_tokens 4 is more than max_tokens 3"),
         ({"messages": []}, "messages: List should have at least 1 item"),
-        ({"messages": [{"role": "user", "content": "word " * 3000}]}, "and the model takes 251 with the answer"),
+        (
+            {"messages": [{"role": "user", "content": "a" * 251}]},
+            "has 261 tokens, and the model takes 251 with the answer",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "a" * 10**7}]},
+            "has more than 251 tokens, and the model takes 251 with",
+        ),
     ],
 )
 def test_what_is_refused(client: Any, given: dict[str, object], says: str) -> None:

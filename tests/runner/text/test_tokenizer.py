@@ -254,6 +254,8 @@ def test_a_word_that_has_no_token(tmp_path: Path) -> None:
     assert words.encode("hello hello") == [0, 0]
     with pytest.raises(InputError, match="cannot be encoded"):
         words.encode("hello world")
+    # The beginning may end within a word.
+    assert words.exceeds("hello " * 1000, 10) and not words.exceeds("hello " * 1000, 11)
 
 
 def test_a_text_that_the_library_gives_up(tokenizer: Tokenizer) -> None:
@@ -261,6 +263,19 @@ def test_a_text_that_the_library_gives_up(tokenizer: Tokenizer) -> None:
     with pytest.raises(InputError, match="the text cannot be encoded: Onig"):
         tokenizer.encode(" " * 10_000_001)
     assert tokenizer.decode(tokenizer.encode("hi")) == "hi"
+
+
+@pytest.mark.parametrize("part", [*TEXTS, " ", "\n", "a", " Philippines", "the ", "<|im_end|>", "0123456789", "=" * 30])
+def test_a_text_that_is_far_too_long(any_tokenizer: Tokenizer, part: str) -> None:
+    """The beginning shows it, and says so of no text that has as many tokens as it may."""
+    text = part * (20_000 // len(part))
+    count = len(any_tokenizer.encode(text))
+    assert any_tokenizer.exceeds(text, 10) == (count > 10)
+    for limit in (count // 8, count // 4, count // 2, count - 1, count, count + 1):
+        assert not any_tokenizer.exceeds(text, limit) or count > limit
+    assert not any_tokenizer.exceeds(text, count)
+    # What comes behind the beginning is not looked at.
+    assert any_tokenizer.exceeds(f"{text}\ud800", 10) == (count > 10)
 
 
 def test_text_that_is_not_unicode(tokenizer: Tokenizer) -> None:
