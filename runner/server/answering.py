@@ -241,17 +241,29 @@ class Answering:
         return await self._in_thread(_characters(_prompts_of(body)), self._completion, body)
 
     async def tokenize(
-        self, prompt: str | Sequence[ChatMessage], kwargs: Mapping[str, Any] | None, add_generation_prompt: bool
-    ) -> list[int]:
-        """Token ids of a text, or of a chat."""
+        self,
+        prompt: str | Sequence[ChatMessage],
+        kwargs: Mapping[str, Any] | None,
+        add_generation_prompt: bool,
+        with_texts: bool,
+    ) -> dict[str, Any]:
+        """The token ids of a text, or of a chat, and their texts if these are wanted, by the names that an answer has."""
 
-        def encode() -> list[int]:
+        def encode() -> dict[str, Any]:
             text = prompt
             if not isinstance(text, str):
                 text = self.tokenizer.render(messages_of(text), kwargs, add_generation_prompt)
-            return self.tokenizer.encode(text)
+            tokens = self.tokenizer.encode(text)
+            found = {"count": len(tokens), "tokens": tokens}
+            if with_texts:
+                found["token_strs"] = [self.tokenizer.decode([token]) for token in tokens]
+            return found
 
         return await self._in_thread(_characters([prompt] if isinstance(prompt, str) else prompt), encode)
+
+    async def detokenize(self, tokens: list[int]) -> str:
+        """The text of token ids."""
+        return await self._in_thread(len(tokens), self.tokenizer.decode, tokens)
 
     async def _in_thread(self, characters: int, function: Any, *arguments: Any) -> Any:
         """What a function gives, to which texts of so many characters go."""
@@ -351,12 +363,14 @@ _OPTIONS = (
 
 def messages_of(messages: Sequence[ChatMessage]) -> list[Message]:
     """The messages as the chat template takes them."""
-    found = []
+    found: list[Message] = []
     for message in messages:
-        given = message.model_dump(exclude_none=True)
-        if not isinstance(message.content, str):
-            given["content"] = "".join(part.text for part in message.content)
-        found.append(given)
+        content = message.content
+        if not isinstance(content, str):
+            content = "".join(part.text for part in content)
+        # As they are: `model_dump` would copy all that is in them, and hold Python's lock for as long.
+        more = {name: value for name, value in (message.model_extra or {}).items() if value is not None}
+        found.append({"role": message.role, "content": content, **more})
     return found
 
 

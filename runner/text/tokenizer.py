@@ -40,6 +40,7 @@ class Piece(NamedTuple):
 
 # Characters in which the last special token of a text is looked for: a turn's, in front of an answer.
 _FAR = 4096
+_MANY_TOKENS = 10_000
 # Values for the chat template that are remembered: characters of the longest, and how many.
 _LONGEST_KEY, _MOST_KEYS = 1000, 1000
 # Characters of a token, in nearly all texts of any length.
@@ -168,6 +169,10 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of `tokens` without special tokens. Bytes that do not form a whole character become U+FFFD."""
+        if len(tokens) > _MANY_TOKENS:
+            # Its `decode` holds Python's lock all the while, 0.1 us a token; this one does not, and takes longer for few.
+            found: list[str] = self._tokenizer.decode_batch([list(tokens)], skip_special_tokens=True)
+            return found[0]
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
 

@@ -20,6 +20,7 @@ from ...processes import PATIENCE
 from .conftest import QUESTION, Server, serving
 from .test_openai_client import ASK
 
+PART = {"type": "text", "text": "x"}
 # Python runs a module of this name when it begins. This one makes the engine's steps do what a file says, while it is there.
 SITE = """
 import sys
@@ -131,7 +132,12 @@ def test_a_bias_for_a_token_of_more_than_64_bits(client: Any, token: int) -> Non
         ("/v1/chat/completions", {"messages": [{}] * 1_000_000}, 400),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{}] * 1_000_000}]}, 400),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "what is " * 1_000_000}]}, 400),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [PART] * 300_000}]}, 400),
+        ("/v1/chat/completions", {"messages": [{**QUESTION[0], "more": [[1]] * 1_000_000}], "max_tokens": 1}, 200),
+        ("/v1/completions", {"prompt": [[1]] * 2_000_000}, 400),
         ("/detokenize", {"tokens": ["x"] * 2_000_000}, 400),
+        ("/detokenize", {"tokens": [5] * 5_000_000}, 200),
+        ("/tokenize", {"prompt": "what is " * 300_000, "return_token_strs": True}, 200),
         ("/tokenize", {"prompt": "what is " * 1_000_000}, 200),
     ],
     ids=lambda value: f"{value!r:.60}" if isinstance(value, dict) else None,

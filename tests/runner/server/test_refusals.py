@@ -69,6 +69,25 @@ def test_what_asks_for_nothing_needs_nothing() -> None:
     assert body.model_fields_set == {"messages"}
 
 
+def test_how_many_there_may_be() -> None:
+    part = {"type": "text", "text": "x"}
+    for given, what in (
+        ({"prompt": ["x"] * 1025}, "prompt: Input should have at most 1024 prompts"),
+        ({"prompt": [[1]] * 1025}, "prompt: Input should have at most 1024 prompts"),
+        ({"prompt": "x", "stop_token_ids": [1] * 1025}, "stop_token_ids: List should have at most 1024 items"),
+        ({"messages": MESSAGES * 16_385}, "messages: Input should have at most 16384 messages and parts of them"),
+        (
+            {"messages": [{"role": "user", "content": [part] * 8191}] * 2 + MESSAGES},
+            "messages: Input should have at most 16384 messages and parts of them",
+        ),
+    ):
+        found, param = refused(ChatBody if "messages" in given else CompletionBody, given)
+        assert found.startswith(what) and param == what.partition(":")[0]
+    assert len(CompletionBody.model_validate({"prompt": [[1]] * 1024}).prompt) == 1024
+    assert len(CompletionBody.model_validate({"prompt": [1] * 5000}).prompt) == 5000
+    assert len(ChatBody.model_validate({"messages": [{"role": "user", "content": [part] * 16_383}]}).messages) == 1
+
+
 def test_something_else_than_an_object() -> None:
     what, param = refused(ChatBody, [1])
     assert param is None and what.startswith("Input should be a valid dictionary")

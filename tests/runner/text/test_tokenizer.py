@@ -56,6 +56,12 @@ def test_decode_gives_the_text_back(tokenizer: Tokenizer, reference: Any, text: 
     assert tokenizer.decode(tokenizer.encode(plain)) == (normal.normalize_str(plain) if normal else plain)
 
 
+def test_many_tokens_are_decoded_as_few(tokenizer: Tokenizer) -> None:
+    """Another function of the library does it."""
+    text = "The capital of São Tomé is 東京. "
+    assert tokenizer.decode(tokenizer.encode(f"<|im_start|>{text}") * 1000) == text * 1000
+
+
 def test_special_tokens_are_one_token_and_no_text(tokenizer: Tokenizer) -> None:
     (start,) = tokenizer.encode("<|im_start|>")
     (end,) = tokenizer.encode("<|im_end|>")
