@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import resource
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from ostinato.delegate.errors import OptionError
+from ostinato.runner.server.connections import MAX_HEAD_BYTES, MAX_OTHER_BYTES, Connection
 from ostinato.runner.server.gate import KEY_VARIABLE, MAX_BODY_BYTES, OPEN_PATHS, Gate, read_keys
 
 from ...processes import PATIENCE
@@ -43,6 +46,7 @@ class Gated:
 
     gate: Gate
     port: int
+    limits: type[Connection]
 
     def get(self, path: str = "/v1/models", **headers: str) -> requests.Response:
         return requests.get(f"http://127.0.0.1:{self.port}{path}", headers=headers, timeout=PATIENCE)
@@ -52,14 +56,18 @@ class Gated:
 
 
 @contextmanager
-def gated(**options: Any) -> Iterator[Gated]:
+def gated(head_seconds: float = PATIENCE, **options: Any) -> Iterator[Gated]:
+    class Limited(Connection):
+        pass
+
+    Limited.head_seconds = head_seconds
     gate = Gate(tells, **options)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(gate, lifespan="off", log_config=None))
+        server = uvicorn.Server(uvicorn.Config(gate, http=Limited, lifespan="off", log_config=None))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
-            yield Gated(gate, listener.getsockname()[1])
+            yield Gated(gate, listener.getsockname()[1], Limited)
         finally:
             server.should_exit = True
             thread.join(PATIENCE)
@@ -83,10 +91,11 @@ def head(port: int, *lines: str) -> bytes:
 
 
 def reply(connection: socket.socket) -> bytes:
-    """All that comes until the other side closes."""
+    """All that comes until the other side closes. It may do so before it has read all."""
     found = b""
-    while some := connection.recv(1 << 16):
-        found += some
+    with suppress(ConnectionResetError):
+        while some := connection.recv(1 << 16):
+            found += some
     return found
 
 
@@ -225,6 +234,101 @@ def test_another_type_of_body(server: Server, kind: str | None) -> None:
 def test_types_of_json(server: Server, kind: str) -> None:
     body = json.dumps({"messages": QUESTION, "max_tokens": 1}).encode()
     assert requests.post(server.url + CHAT, body, headers={"Content-Type": kind}, timeout=PATIENCE).status_code == 200
+
+
+# --- heads
+
+
+BEGUN = (b"\r\n", b"P", b"POST /v1/models HTTP/1.1\r\nHost: x\r\nX-Slow: a")
+
+
+@pytest.mark.parametrize("begun", [b"", *BEGUN])
+def test_a_head_that_does_not_come(begun: bytes) -> None:
+    with gated(head_seconds=0.05) as found, connected(found.port) as connection:
+        connection.sendall(begun)
+        assert reply(connection) == b""
+
+
+@pytest.mark.parametrize("begun", BEGUN)
+def test_a_second_head_that_does_not_come(begun: bytes) -> None:
+    """uvicorn has a limit of its own for what comes behind a response, until there is one byte."""
+    with gated() as found, connected(found.port) as connection:
+        connection.sendall(head(found.port, "Content-Type: application/json", "Content-Length: 2") + b"{}")
+        answer = b""
+        while not answer.endswith(b"\r\n0\r\n\r\n"):
+            answer += connection.recv(1 << 16)
+        found.limits.head_seconds = 0.05
+        connection.sendall(begun)
+        assert reply(connection) == b""
+
+
+def test_a_head_in_time_ends_the_limit() -> None:
+    """A body, and an answer, may take longer."""
+    with gated(head_seconds=1) as found, connected(found.port) as late:
+        lines = ("Content-Type: application/json", "Content-Length: 2", "Connection: close", "Expect: 100-continue")
+        late.sendall(head(found.port, *lines))
+        assert late.recv(25) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        # Another one that begins later is over its limit.
+        with connected(found.port) as other:
+            assert reply(other) == b""
+        late.sendall(b"{}")
+        assert reply(late).startswith(b"HTTP/1.1 200")
+
+
+def test_a_refused_body_that_goes_on_for_ever() -> None:
+    """Nobody reads it, and it comes in time."""
+    with gated(keys=KEYS) as found, connected(found.port) as connection:
+        connection.sendall(head(found.port, "Transfer-Encoding: chunked"))
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 401")
+        found.limits.head_seconds = 0.05
+        with pytest.raises(OSError, match=r"Broken pipe|Connection reset"):
+            while True:
+                connection.sendall(b"1000\r\n" + b" " * 4096 + b"\r\n")
+
+
+def test_a_head_that_is_too_large(server: Server) -> None:
+    port = port_of(server)
+    for begin in (b"GET /", b"GET / HTTP/1.1\r\nX: ", b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * MAX_HEAD_BYTES):
+        with connected(port) as connection:
+            # Its first piece does not count, and has 256 KiB at most.
+            connection.sendall(begin + b"x" * (MAX_HEAD_BYTES + (1 << 18)))
+            assert reply(connection).startswith(b"HTTP/1.1 400")
+    large = {"X-Large": "x" * (MAX_HEAD_BYTES - 1000)}
+    assert requests.get(f"{server.url}/health", headers=large, timeout=PATIENCE).status_code == 200
+
+
+def test_what_comes_behind_a_body(server: Server) -> None:
+    """Fields may stand there, which nobody reads. uvicorn keeps them."""
+    port, body = port_of(server), json.dumps({"messages": QUESTION, "temperature": 0}).encode()
+    chunked = b"%x\r\n%b\r\n0\r\nX-Behind: " % (len(body), body)
+    lines = ("Content-Type: application/json", "Transfer-Encoding: chunked", "Connection: close")
+    with connected(port) as connection:
+        connection.sendall(head(port, *lines) + chunked + b"x\r\n\r\n")
+        assert b'"content":"Paris"' in reply(connection)
+    with connected(port) as connection:
+        connection.sendall(head(port, *lines) + chunked + b"x" * (MAX_OTHER_BYTES + (1 << 18)))
+        assert reply(connection).startswith(b"HTTP/1.1 400")
+
+
+def test_more_connections_than_files(server: Server) -> None:
+    """libuv closes those for which there is no file, and goes on when there is one again."""
+    pid, port = server.process.pid, port_of(server)
+    limit = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    files = max(map(int, os.listdir(f"/proc/{pid}/fd")))
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (files + 8, limit[1]))
+    try:
+        with ExitStack() as stack:
+            connections = [stack.enter_context(connected(port)) for _ in range(40)]
+            assert reply(connections[-1]) == b""
+            connections[0].setblocking(False)
+            with pytest.raises(BlockingIOError):
+                connections[0].recv(1)
+        status = 0
+        while status != 200:
+            with suppress(requests.ConnectionError):
+                status = requests.get(f"{server.url}/health", timeout=PATIENCE).status_code
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limit)
 
 
 # --- names
