@@ -35,11 +35,17 @@ class ChatHistory:
         self._told: list[Piece] = []
 
     def prompt(
-        self, tokenizer: Tokenizer, asked: Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None
+        self,
+        tokenizer: Tokenizer,
+        asked: Sequence[Message],
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
     ) -> Prompt:
-        """The prompt of these messages, with the tokens that the model has seen of them. Raises InputError: see
-        `encode_prompt`."""
-        return encode_prompt(tokenizer, asked, chat_template_kwargs=chat_template_kwargs, told=self._told)
+        """The prompt of these messages, with the tokens that the model has seen of them.
+
+        `max_tokens`, and what is raised: see `encode_prompt`.
+        """
+        return encode_prompt(tokenizer, asked, False, chat_template_kwargs, self._told, max_tokens)
 
     def add(
         self, tokenizer: Tokenizer, asked: Sequence[Message], prompt: Prompt, result: Result, said: Message

@@ -19,7 +19,7 @@ from ostinato.runner.chat_history import ChatHistory
 from ostinato.runner.prompt_lines import with_options
 from ostinato.runner.scheduler.messages import Output, Request
 from ostinato.runner.stream import Result
-from ostinato.runner.text.prompts import Prompt, encode_prompt
+from ostinato.runner.text.prompts import ContextLengthError, Prompt, encode_prompt
 from ostinato.runner.text.reasoning import Divided, ReasoningSplitter
 from ostinato.runner.text.stop_strings import checked_stop
 from ostinato.runner.text.tokenizer import Message, Tokenizer
@@ -32,8 +32,9 @@ from .sessions import Turn
 # OpenAI's default for completions.
 _COMPLETION_TOKENS = 16
 _CONFIGURED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-# Threads that render and encode: tokenizers let others run meanwhile, and long prompts take tens of milliseconds.
-_THREADS = 4
+# Threads that render and encode: tokenizers let others run meanwhile. Texts of some characters have others, so that short
+# ones do not wait for them: a million characters take up to a second.
+_THREADS, _LONG_THREADS, _LONG_CHARACTERS = 4, 2, 1 << 17
 
 
 @dataclass
@@ -236,33 +237,48 @@ class Answering:
     def __init__(self, engine: AsyncEngine, metrics: Metrics) -> None:
         self._engine, self._metrics = engine, metrics
         self._pool = ThreadPoolExecutor(_THREADS, "prompts")
+        self._long_pool = ThreadPoolExecutor(_LONG_THREADS, "long-prompts")
         self.tokenizer: Tokenizer = engine.tokenizer
         self._defaults = default_params(self.tokenizer.generation_config)
         self._chat_tokens = default_max_tokens(self.tokenizer.generation_config)
 
     async def chat(self, body: ChatBody, turn: Turn | None = None) -> Generation:
         """`turn`: of a session that the messages follow. Raises InputError, OptionError: the body cannot be done."""
-        return await self._in_thread(self._chat, body, turn)
+        return await self._in_thread(_characters(body.messages), self._chat, body, turn)
 
     async def completion(self, body: CompletionBody) -> Generation:
         """Raises InputError, OptionError: what the body asks for cannot be done."""
-        return await self._in_thread(self._completion, body)
+        return await self._in_thread(_characters(_prompts_of(body)), self._completion, body)
 
     async def tokenize(
-        self, prompt: str | Sequence[ChatMessage], kwargs: Mapping[str, Any] | None, add_generation_prompt: bool
-    ) -> list[int]:
-        """Token ids of a text, or of a chat."""
+        self,
+        prompt: str | Sequence[ChatMessage],
+        kwargs: Mapping[str, Any] | None,
+        add_generation_prompt: bool,
+        with_texts: bool,
+    ) -> dict[str, Any]:
+        """The token ids of a text, or of a chat, and their texts if these are wanted, by the names that an answer has."""
 
-        def encode() -> list[int]:
+        def encode() -> dict[str, Any]:
             text = prompt
             if not isinstance(text, str):
                 text = self.tokenizer.render(messages_of(text), kwargs, add_generation_prompt)
-            return self.tokenizer.encode(text)
+            tokens = self.tokenizer.encode(text)
+            found = {"count": len(tokens), "tokens": tokens}
+            if with_texts:
+                found["token_strs"] = [self.tokenizer.decode([token]) for token in tokens]
+            return found
 
-        return await self._in_thread(encode)
+        return await self._in_thread(_characters([prompt] if isinstance(prompt, str) else prompt), encode)
 
-    async def _in_thread(self, function: Any, *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+    async def detokenize(self, tokens: list[int]) -> str:
+        """The text of token ids."""
+        return await self._in_thread(len(tokens), self.tokenizer.decode, tokens)
+
+    async def _in_thread(self, characters: int, function: Any, *arguments: Any) -> Any:
+        """What a function gives, to which texts of so many characters go."""
+        pool = self._pool if characters < _LONG_CHARACTERS else self._long_pool
+        return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
 
     def _chat(self, body: ChatBody, turn: Turn | None) -> Generation:
         kwargs = dict(body.chat_template_kwargs or {})
@@ -271,8 +287,6 @@ class Answering:
             if body.reasoning_effort == "none":
                 kwargs.setdefault("enable_thinking", False)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        if body.top_logprobs is not None and not body.logprobs:
-            raise OptionError("top_logprobs needs logprobs to be true")
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         if body.max_tokens is not None and limit != body.max_tokens:
             raise OptionError("max_tokens and max_completion_tokens mean the same: give one of them")
@@ -283,7 +297,7 @@ class Answering:
         asked = self._asked(body, limit or self._chat_tokens or self._engine.limits.max_seq_len, logprobs)
         history = turn.session.history if turn is not None else ChatHistory()
         messages = [*history.messages, *messages_of(body.messages)]
-        prompt = history.prompt(self.tokenizer, messages, kwargs)
+        prompt = history.prompt(self.tokenizer, messages, kwargs, self._engine.limits.max_seq_len)
         text = "".join(piece.text for piece in prompt.pieces)
         generation = self._generation("chatcmpl", body, asked, [(prompt, text)])
         if turn is not None:
@@ -294,7 +308,7 @@ class Answering:
         limit = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         if limit == 0 and not body.echo:
             raise OptionError("max_tokens must be 1 or more without echo, got 0")
-        asked = self._asked(body, max(limit, 1), body.logprobs)
+        asked = self._asked(body, limit, body.logprobs)
         if body.echo and body.logprobs is not None:
             params = asked.sampling_params
             assert params is not None
@@ -307,7 +321,8 @@ class Answering:
     def _raw(self, given: str | list[int], echo: bool) -> tuple[Prompt, str]:
         """A prompt as it is, and its text if that is given back."""
         if isinstance(given, str):
-            return encode_prompt(self.tokenizer, given, raw=True), given if echo else ""
+            prompt = encode_prompt(self.tokenizer, given, raw=True, max_tokens=self._engine.limits.max_seq_len)
+            return prompt, given if echo else ""
         if not given:
             raise InputError("the prompt is empty")
         return Prompt([], given, None, True), self.tokenizer.decode(given) if echo else ""
@@ -319,7 +334,11 @@ class Answering:
             given["seed"] %= 1 << 64
         if given["min_tokens"] is not None and given["min_tokens"] > limit:
             raise OptionError(f"min_tokens {given['min_tokens']} is more than max_tokens {limit}")
-        defaults = TextRequest(prompt="", max_new_tokens=limit, sampling_params=self._defaults)
+        vocab, last = self._engine.limits.vocab, max(given["stop_token_ids"] or (), default=0)
+        if last >= vocab:
+            raise OptionError(f"stop_token_ids takes tokens of 0 to {vocab - 1}, got {last}")
+        # The engine gives one token at least.
+        defaults = TextRequest(prompt="", max_new_tokens=max(limit, 1), sampling_params=self._defaults)
         return with_options(defaults, given | {"logprobs": logprobs})
 
     def _generation(
@@ -337,19 +356,13 @@ class Answering:
         splits = kind == "chatcmpl" and self.tokenizer.may_reason
         for prompt, text in prompts:
             if len(prompt.tokens) >= most:
-                raise ContextLengthError(
-                    f"the prompt has {len(prompt.tokens):,} tokens, and the model takes {most:,} with the answer: shorten it"
-                )
+                raise ContextLengthError(f"{len(prompt.tokens):,}", most)
             request = replace(asked, prompt=prompt).for_scheduler(self._engine.new_id(), self.tokenizer)
             requests.append(request)
             for number in range(body.n):
                 reader = AnswerReader(len(request.tokens), self.tokenizer, checked_stop(asked.stop))
                 choices.append(Choice(len(choices), request, number, text, reader, splits, takes))
         return Generation(self._engine, self._metrics, f"{kind}-{secrets.token_hex(12)}", requests, choices)
-
-
-class ContextLengthError(InputError):
-    """A prompt has more tokens than the model takes."""
 
 
 _OPTIONS = (
@@ -360,12 +373,26 @@ _OPTIONS = (
 
 def messages_of(messages: Sequence[ChatMessage]) -> list[Message]:
     """The messages as the chat template takes them."""
-    found = []
+    found: list[Message] = []
     for message in messages:
-        given = message.model_dump(exclude_none=True)
-        if not isinstance(message.content, str):
-            given["content"] = "".join(part.text for part in message.content)
-        found.append(given)
+        content = message.content
+        if not isinstance(content, str):
+            content = "".join(part.text for part in content)
+        # As they are: `model_dump` would copy all that is in them, and hold Python's lock for as long.
+        more = {name: value for name, value in (message.model_extra or {}).items() if value is not None}
+        found.append({"role": message.role, "content": content, **more})
+    return found
+
+
+def _characters(texts: Sequence[str | list[int] | ChatMessage]) -> int:
+    """Number of characters of prompts, or of messages. Token ids have none."""
+    found = 0
+    for text in texts:
+        content = text.content if isinstance(text, ChatMessage) else text
+        if isinstance(content, str):
+            found += len(content)
+        elif content and not isinstance(content[0], int):
+            found += sum(len(part.text) for part in content if not isinstance(part, int))
     return found
 
 

@@ -79,6 +79,9 @@ class Gate:
             if self.draining and counted:
                 raise _RefusedError(503, "shutting_down", "the server ends: it takes no new requests", "server_error")
             body = await self._body(scope, receive)
+            if scope["method"] == "HEAD":
+                # It is answered as GET is, and uvicorn, which has the scope as it was, sends no body.
+                scope = {**scope, "method": "GET"}
             await self._app(scope, _with_body(body, receive), send_named)
         except _RefusedError as refused:
             await _refuse(refused, send_named)

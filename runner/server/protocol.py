@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from ostinato.delegate.sampling_params import MAX_BIAS, MAX_FLOAT32, MAX_LOGPROBS, MAX_PENALTY, MAX_TOP_K
@@ -57,6 +66,8 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
 # More parameters than there are, and more biases than a program takes: all that is wrong with a body is listed before the
 # first of it is told, and 10 million wrong values take a minute in which nobody is answered. Lists end with the first one.
 _MOST_PARAMETERS, _MOST_BIASES = 256, 1024
+# Messages and parts of them: a check of one takes 4 us, in which nobody is answered.
+_MOST_MESSAGES = 16_384
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
@@ -71,6 +82,38 @@ def _few(biases: Any) -> Any:
 
 
 _Biases = Annotated[dict[str, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]], BeforeValidator(_few)]
+
+
+def _needs(name: str) -> AfterValidator:
+    """The check of a parameter that means something only where another one, which is declared before it, is true."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        # If the other one is wrong, it is not in `data`, and has an error of its own.
+        if info.data.get(name) is False:
+            raise PydanticCustomError("needs", "it needs {name} to be true", {"name": name})
+        return value
+
+    return AfterValidator(check)
+
+
+def _few_prompts(prompt: Any) -> Any:
+    # Token ids are one prompt.
+    if isinstance(prompt, list) and len(prompt) > MAX_CHOICES and not isinstance(prompt[0], int):
+        raise PydanticCustomError("too_many", f"Input should have at most {MAX_CHOICES} prompts")
+    return prompt
+
+
+def _few_messages(messages: Any) -> Any:
+    if isinstance(messages, list):
+        count = len(messages)
+        if count <= _MOST_MESSAGES:
+            contents = (message.get("content") for message in messages if isinstance(message, dict))
+            count += sum(len(content) for content in contents if isinstance(content, list))
+        if count > _MOST_MESSAGES:
+            raise PydanticCustomError(
+                "too_many", f"Input should have at most {_MOST_MESSAGES} messages and parts of them"
+            )
+    return messages
 
 
 class Body(BaseModel):
@@ -119,11 +162,11 @@ class GenerationBody(Body):
     model: str | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: Annotated[StreamOptions | None, _needs("stream")] = None
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=_MOST_BIASES)] | None = None
     ignore_eos: bool = False
     temperature: float | None = Field(None, ge=0, le=MAX_FLOAT32)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -161,13 +204,16 @@ class ChatMessage(BaseModel):
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)]
 
 
+_Chat = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1), BeforeValidator(_few_messages)]
+
+
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions"""
 
-    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
+    messages: _Chat
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: Annotated[int | None, _needs("logprobs")] = Field(None, ge=0, le=MAX_LOGPROBS)
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = Field(None, description="for the chat template; `none`: as enable_thinking false")
     session: str | None = Field(None, description="go on with this session: messages are those that come after it")
@@ -176,19 +222,20 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """POST /v1/completions"""
 
-    prompt: (
-        str | Annotated[list[str], Field(fail_fast=True)] | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
-    )
+    prompt: Annotated[
+        str | Annotated[list[str], Field(fail_fast=True)] | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)],
+        BeforeValidator(_few_prompts),
+    ]
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
 
 class TokenizeBody(Body):
-    """POST /tokenize: a text, or the messages of a chat."""
+    """POST /tokenize: a text, or the messages of a chat, to which alone the chat template's values belong."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
+    messages: _Chat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     return_token_strs: bool = False
@@ -197,7 +244,9 @@ class TokenizeBody(Body):
 class NewSessionBody(Body):
     """POST /v1/sessions. `messages`: what was said before."""
 
-    messages: list[ChatMessage] = Field(default_factory=list, fail_fast=True)
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True), BeforeValidator(_few_messages)] = Field(
+        default_factory=list
+    )
 
 
 class RewindBody(Body):

@@ -23,6 +23,7 @@ from ostinato.runner.load_bar import LoadBar
 
 from .answering import Answering
 from .app import Service, make_app
+from .connections import Connection
 from .gate import Gate
 from .metrics import Metrics
 from .sessions import SessionStore
@@ -131,6 +132,7 @@ async def _serve(options: ServeOptions, listener: socket.socket) -> int:
 
 
 _UVICORN: dict[str, Any] = {
+    "http": Connection,
     "lifespan": "off",
     "log_config": None,
     "access_log": False,

@@ -28,21 +28,44 @@ class Prompt(NamedTuple):
     goes_on: bool
 
 
+class ContextLengthError(InputError):
+    """A prompt has more tokens than the model takes.
+
+    Args:
+        count: how many it has.
+        limit: how many the model takes, the answer's included.
+    """
+
+    def __init__(self, count: str, limit: int) -> None:
+        super().__init__(f"the prompt has {count} tokens, and the model takes {limit:,} with the answer: shorten it")
+
+
 def encode_prompt(
     tokenizer: Tokenizer,
     prompt: str | Sequence[Message],
     raw: bool = False,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     told: Sequence[Piece] = (),
+    max_tokens: int | None = None,
 ) -> Prompt:
-    """See `Engine.encode_prompt`. `told`: text that a chat is likely to begin with, see `Tokenizer.pieces`."""
+    """See `Engine.encode_prompt`.
+
+    Args:
+        told: text that a chat is likely to begin with, see `Tokenizer.pieces`.
+        max_tokens: a prompt that has many more is not encoded. None: any is.
+
+    Raises:
+        ContextLengthError: it is not.
+    """
     check_prompt(prompt, raw)
     if raw and isinstance(prompt, str):
+        _check_length(tokenizer, prompt, max_tokens)
         tokens = tokenizer.encode(prompt)
         found = Prompt([Piece(prompt, tokens)], tokens, None, True)
     else:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         text = tokenizer.render(messages, chat_template_kwargs)
+        _check_length(tokenizer, text, max_tokens)
         pieces = tokenizer.pieces(text, told)
         found = _chat_prompt(tokenizer, messages, text, pieces, chat_template_kwargs)
     if not found.tokens:
@@ -60,6 +83,11 @@ def check_prompt(prompt: str | Sequence[Message], raw: bool = False) -> None:
         )
     if raw and not isinstance(prompt, str):
         raise InputError("raw=True takes a string, not a list of messages")
+
+
+def _check_length(tokenizer: Tokenizer, text: str, max_tokens: int | None) -> None:
+    if max_tokens is not None and tokenizer.exceeds(text, max_tokens):
+        raise ContextLengthError(f"more than {max_tokens:,}", max_tokens)
 
 
 def _chat_prompt(

@@ -18,7 +18,7 @@ from ...processes import PATIENCE
 from .conftest import QUESTION, Server, serving
 
 # Parameters whose values must go with others, or are names of what is there.
-THAT_MEET = ("top_logprobs", "max_completion_tokens", "min_tokens", "model", "session")
+THAT_MEET = ("top_logprobs", "stream_options", "max_completion_tokens", "min_tokens", "model", "session")
 VOCABULARY = 1536
 CHECKS: Any = (
     not_a_server_error,
@@ -86,6 +86,7 @@ def test_bodies_that_do_not_fit(label: str, operations: dict[str, Any]) -> None:
 def test_a_method_that_is_not_there(path: str, asked: Server, operations: dict[str, Any]) -> None:
     refused = requests.patch(f"{asked.url}{path}", timeout=PATIENCE)
     there = [label.split()[0] for label, one in operations.items() if one.path == path.replace("/x", "/{name}")]
+    there += ["HEAD"] if "GET" in there else []
     assert refused.status_code == 405
     assert sorted(refused.headers["Allow"].split(", ")) == sorted(there)
 
@@ -118,6 +119,8 @@ def fit(case: Any, server: Server) -> None:
         body["messages"] %= 2
     if case.path == "/tokenize" and (body.get("messages") is None) == (body.get("prompt") is None):
         body |= {"messages": None, "prompt": "x"}
+    if case.path == "/tokenize" and body.get("messages") is None:
+        body |= {"chat_template_kwargs": None, "add_generation_prompt": None}
 
 
 def of_the_model(value: Any) -> Any:

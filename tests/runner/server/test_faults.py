@@ -20,6 +20,7 @@ from ...processes import PATIENCE
 from .conftest import QUESTION, Server, serving
 from .test_openai_client import ASK
 
+PART = {"type": "text", "text": "x"}
 # Python runs a module of this name when it begins. This one makes the engine's steps do what a file says, while it is there.
 SITE = """
 import sys
@@ -130,7 +131,12 @@ def test_a_bias_for_a_token_of_more_than_64_bits(client: Any, token: int) -> Non
         ("/v1/chat/completions", {"messages": [{}] * 1_000_000}, 400),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{}] * 1_000_000}]}, 400),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "what is " * 1_000_000}]}, 400),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [PART] * 300_000}]}, 400),
+        ("/v1/chat/completions", {"messages": [{**QUESTION[0], "more": [[1]] * 1_000_000}], "max_tokens": 1}, 200),
+        ("/v1/completions", {"prompt": [[1]] * 2_000_000}, 400),
         ("/detokenize", {"tokens": ["x"] * 2_000_000}, 400),
+        ("/detokenize", {"tokens": [5] * 5_000_000}, 200),
+        ("/tokenize", {"prompt": "what is " * 300_000, "return_token_strs": True}, 200),
         ("/tokenize", {"prompt": "what is " * 1_000_000}, 200),
     ],
     ids=lambda value: f"{value!r:.60}" if isinstance(value, dict) else None,
@@ -160,6 +166,32 @@ def test_a_large_body_holds_up_nobody(server: Server, path: str, body: object, s
     # Errors that are listed, or text that is encoded with Python's lock held, take 3 seconds or more on a machine that has
     # nothing else to do. On one that has, the parser takes longer, too.
     assert found == [status] and max(waits) < max(1.5, 8 * parse)
+
+
+def test_long_texts_hold_up_no_short_ones(server: Server) -> None:
+    """More long texts are encoded than there are threads of either kind. No chat waits for one of them."""
+    data = json.dumps({"prompt": "what is " * 250_000}).encode()
+    counts, times, waits = [], [], []
+
+    def send() -> None:
+        begin = time.monotonic()
+        with urllib.request.urlopen(post(server, "/tokenize", data), timeout=PATIENCE) as answer:
+            counts.append(json.load(answer)["count"])
+        times.append(time.monotonic() - begin)
+
+    client: Any = server.client()
+    sending = [threading.Thread(target=send) for _ in range(8)]
+    for one in sending:
+        one.start()
+    while any(one.is_alive() for one in sending):
+        begin = time.monotonic()
+        assert client.chat.completions.create(**ASK).choices[0].message.content == "Paris"
+        waits.append(time.monotonic() - begin)
+    for one in sending:
+        one.join()
+    assert counts == [500_002] * 8
+    # A chat takes some milliseconds, and one that waits takes as long as a long text.
+    assert max(waits) < min(times) / 2
 
 
 def test_characters_that_are_not_unicode(server: Server) -> None:

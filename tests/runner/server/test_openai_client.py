@@ -81,11 +81,20 @@ def test_log_probabilities(client: Any) -> None:
         ({"extra_body": {"colour": "red"}}, "unknown parameter 'colour'"),
         ({"temperature": -1}, "temperature: Input should be greater than or equal to 0"),
         ({"n": 0}, "n: Input should be greater than or equal to 1"),
-        ({"top_logprobs": 3}, "top_logprobs needs logprobs to be true"),
+        ({"top_logprobs": 3}, "top_logprobs: it needs logprobs to be true"),
+        ({"stream_options": {"include_usage": True}}, "stream_options: it needs stream to be true"),
+        ({"extra_body": {"stop_token_ids": [5, 1536]}}, "stop_token_ids takes tokens of 0 to 1535, got 1536"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "mean the same"),
         ({"max_tokens": 3, "extra_body": {"min_tokens": 4}}, "min_tokens 4 is more than max_tokens 3"),
         ({"messages": []}, "messages: List should have at least 1 item"),
-        ({"messages": [{"role": "user", "content": "word " * 3000}]}, "and the model takes 251 with the answer"),
+        (
+            {"messages": [{"role": "user", "content": "a" * 251}]},
+            "has 261 tokens, and the model takes 251 with the answer",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "a" * 10**7}]},
+            "has more than 251 tokens, and the model takes 251 with",
+        ),
     ],
 )
 def test_what_is_refused(client: Any, given: dict[str, object], says: str) -> None:

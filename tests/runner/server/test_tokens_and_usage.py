@@ -48,6 +48,22 @@ def test_what_clients_ask_of_the_tokenizer(server: Server) -> None:
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "add_special_tokens")
 
 
+@pytest.mark.parametrize(
+    "given", [{"chat_template_kwargs": {"enable_thinking": False}}, {"add_generation_prompt": False}]
+)
+def test_a_text_has_no_chat_template(server: Server, given: Any) -> None:
+    refused = requests.post(f"{server.url}/tokenize", json={"prompt": "x", **given}, timeout=PATIENCE)
+    assert refused.status_code == 400 and next(iter(given)) in refused.json()["error"]["message"]
+    assert post(server, "/tokenize", {"messages": QUESTION, **given})["count"] > 0
+
+
+def test_no_tokens_at_all(server: Server) -> None:
+    """min_tokens is held against a max_tokens of 0, too."""
+    body: Any = {"prompt": "x", "echo": True, "max_tokens": 0, "min_tokens": 1}
+    refused = requests.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE)
+    assert refused.json()["error"]["message"] == "min_tokens 1 is more than max_tokens 0"
+
+
 def test_token_ids_of_answers(server: Server) -> None:
     chat = ask(server, **CHAT, extra_body={"return_token_ids": True})
     rendered = post(server, "/tokenize", {"messages": QUESTION})

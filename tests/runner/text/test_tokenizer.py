@@ -56,6 +56,12 @@ def test_decode_gives_the_text_back(tokenizer: Tokenizer, reference: Any, text: 
     assert tokenizer.decode(tokenizer.encode(plain)) == (normal.normalize_str(plain) if normal else plain)
 
 
+def test_many_tokens_are_decoded_as_few(tokenizer: Tokenizer) -> None:
+    """Another function of the library does it."""
+    text = "The capital of São Tomé is 東京. "
+    assert tokenizer.decode(tokenizer.encode(f"<|im_start|>{text}") * 1000) == text * 1000
+
+
 def test_special_tokens_are_one_token_and_no_text(tokenizer: Tokenizer) -> None:
     (start,) = tokenizer.encode("<|im_start|>")
     (end,) = tokenizer.encode("<|im_end|>")
@@ -254,6 +260,28 @@ def test_a_word_that_has_no_token(tmp_path: Path) -> None:
     assert words.encode("hello hello") == [0, 0]
     with pytest.raises(InputError, match="cannot be encoded"):
         words.encode("hello world")
+    # The beginning may end within a word.
+    assert words.exceeds("hello " * 1000, 10) and not words.exceeds("hello " * 1000, 11)
+
+
+def test_a_text_that_the_library_gives_up(tokenizer: Tokenizer) -> None:
+    """Its regular expressions panic, which no `except Exception` sees."""
+    with pytest.raises(InputError, match="the text cannot be encoded: Onig"):
+        tokenizer.encode(" " * 10_000_001)
+    assert tokenizer.decode(tokenizer.encode("hi")) == "hi"
+
+
+@pytest.mark.parametrize("part", [*TEXTS, " ", "\n", "a", " Philippines", "the ", "<|im_end|>", "0123456789", "=" * 30])
+def test_a_text_that_is_far_too_long(any_tokenizer: Tokenizer, part: str) -> None:
+    """The beginning shows it, and says so of no text that has as many tokens as it may."""
+    text = part * (20_000 // len(part))
+    count = len(any_tokenizer.encode(text))
+    assert any_tokenizer.exceeds(text, 10) == (count > 10)
+    for limit in (count // 8, count // 4, count // 2, count - 1, count, count + 1):
+        assert not any_tokenizer.exceeds(text, limit) or count > limit
+    assert not any_tokenizer.exceeds(text, count)
+    # What comes behind the beginning is not looked at.
+    assert any_tokenizer.exceeds(f"{text}\ud800", 10) == (count > 10)
 
 
 def test_text_that_is_not_unicode(tokenizer: Tokenizer) -> None:
