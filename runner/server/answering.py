@@ -35,6 +35,8 @@ _CONFIGURED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # Threads that render and encode: tokenizers let others run meanwhile. Texts of some characters have others, so that short
 # ones do not wait for them: a million characters take up to a second.
 _THREADS, _LONG_THREADS, _LONG_CHARACTERS = 4, 2, 1 << 17
+# Up to so many characters or token ids there is no thread, whose two hand-overs take 0.3 ms: they are encoded in 0.5 ms.
+_SHORT_CHARACTERS = 1 << 11
 
 
 @dataclass
@@ -244,7 +246,11 @@ class Answering:
 
     async def chat(self, body: ChatBody, turn: Turn | None = None) -> Generation:
         """`turn`: of a session that the messages follow. Raises InputError, OptionError: the body cannot be done."""
-        return await self._in_thread(_characters(body.messages), self._chat, body, turn)
+        characters = _characters(body.messages)
+        if turn is not None or body.chat_template_kwargs or any(message.model_extra for message in body.messages):
+            # What the chat template gets besides may be of any size.
+            characters = max(characters, _SHORT_CHARACTERS + 1)
+        return await self._in_thread(characters, self._chat, body, turn)
 
     async def completion(self, body: CompletionBody) -> Generation:
         """Raises InputError, OptionError: what the body asks for cannot be done."""
@@ -269,7 +275,8 @@ class Answering:
                 found["token_strs"] = [self.tokenizer.decode([token]) for token in tokens]
             return found
 
-        return await self._in_thread(_characters([prompt] if isinstance(prompt, str) else prompt), encode)
+        characters = _characters([prompt] if isinstance(prompt, str) else prompt)
+        return await self._in_thread(max(characters, _SHORT_CHARACTERS + 1), encode)
 
     async def detokenize(self, tokens: list[int]) -> str:
         """The text of token ids."""
@@ -277,6 +284,8 @@ class Answering:
 
     async def _in_thread(self, characters: int, function: Any, *arguments: Any) -> Any:
         """What a function gives, to which texts of so many characters go."""
+        if characters <= _SHORT_CHARACTERS:
+            return function(*arguments)
         pool = self._pool if characters < _LONG_CHARACTERS else self._long_pool
         return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
 
@@ -385,13 +394,13 @@ def messages_of(messages: Sequence[ChatMessage]) -> list[Message]:
 
 
 def _characters(texts: Sequence[str | list[int] | ChatMessage]) -> int:
-    """Number of characters of prompts, or of messages. Token ids have none."""
+    """Number of characters of prompts, or of messages; and of token ids."""
     found = 0
     for text in texts:
         content = text.content if isinstance(text, ChatMessage) else text
-        if isinstance(content, str):
+        if isinstance(content, str) or (content and isinstance(content[0], int)):
             found += len(content)
-        elif content and not isinstance(content[0], int):
+        else:
             found += sum(len(part.text) for part in content if not isinstance(part, int))
     return found
 
