@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 
@@ -12,8 +13,8 @@ from .conftest import ROOT
 sys.path.append(str(ROOT / "scripts"))
 
 import server_faults
-from server_bodies import Fuzz
-from server_client import Reply
+from server_bodies import Fuzz, malformed
+from server_client import Reply, ask, serving
 
 
 def test_a_small_run(capitals_artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -24,6 +25,17 @@ def test_a_small_run(capitals_artifact: Path, capsys: pytest.CaptureFixture[str]
     rows = {line[:40].strip(): line[40:].split()[0] for line in out.splitlines()[2:-1]}
     assert (rows["right answers"], rows["malformed: right status"], rows["gone in mid-answer"]) == ("112", "8", "30")
     assert rows["SIGTERM: whole answers"] == rows["engine killed: requests that are told"] == "16"
+
+
+def test_every_malformed_request(capitals_artifact: Path, tmp_path: Path) -> None:
+    """A small run has some of them."""
+    with serving(capitals_artifact, tmp_path / "log") as server:
+        for name, (data, status) in malformed(server.max_seq_len).items():
+            reply = asyncio.run(ask(server.port, data))
+            assert (reply.status, reply.complete) == (status, True), name
+        server.process.terminate()
+        assert server.wait() == 0
+    assert "Traceback" not in (tmp_path / "log").read_text()
 
 
 def test_no_artifact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

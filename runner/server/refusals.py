@@ -13,11 +13,13 @@ def refusal(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str, str | 
 
     Args:
         errors: what the check has found, one or more, as pydantic lists it; each `loc` begins with the word "body".
-        body: the body, which may be anything.
+        body: the body, which may be anything. None: there is none, or it is null.
     """
     first = errors[0]
     if first["type"] == "json_invalid":
         return f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}", None
+    if body is None:
+        return "there is no body: send a JSON object", None
     path, found = _deepest(errors, body)
     param = ".".join(map(str, path)) or None
     head, *others = dict.fromkeys(error["msg"] for error in found)

@@ -236,6 +236,13 @@ def test_types_of_json(server: Server, kind: str) -> None:
     assert requests.post(server.url + CHAT, body, headers={"Content-Type": kind}, timeout=PATIENCE).status_code == 200
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("body", [b"", b"null"])
+def test_no_body(server: Server, path: str, body: bytes) -> None:
+    answer = requests.post(server.url + path, body, headers=JSON, timeout=PATIENCE)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "there is no body: send a JSON object")
+
+
 # --- heads
 
 
