@@ -18,8 +18,8 @@ from ostinato.delegate.errors import CapacityError, SessionFileError
 from ostinato.runner.model.model import Model
 
 from .history import History
-from .host_tier import Offloaded
 from .in_turn import in_turn
+from .offloaded import Offloaded
 from .prefix_tree import Node, PrefixTree
 from .session import Session, SessionState, Snapshot
 from .sessions import Sessions
