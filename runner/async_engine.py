@@ -29,6 +29,8 @@ from .scheduler.messages import (
     Close,
     Command,
     Describe,
+    KeepState,
+    LeaveState,
     Load,
     Loading,
     LoadState,
@@ -272,9 +274,18 @@ class AsyncEngine:
         """Close a kept session."""
         await self._ask(Close(self.new_id(), session))
 
-    async def save_state(self, tokens: list[int], path: Path, compute: bool = True) -> None:
-        """See `PrefixCache.save`."""
-        await self._ask(SaveState(self.new_id(), tokens, str(path.absolute()), compute))
+    async def save_state(self, path: Path, tokens: list[int], lasting: int) -> None:
+        """See `StateFiles.save`."""
+        await self._ask(SaveState(self.new_id(), str(path.absolute()), tokens, lasting))
+
+    def keep_state(self, path: Path, tokens: list[int], lasting: int) -> None:
+        """See `PrefixCache.stand`. It holds for all that is asked of this engine later."""
+        if self._ended is None:
+            self._send(KeepState(self.new_id(), str(path.absolute()), tokens, lasting))
+
+    async def leave_state(self, path: Path) -> None:
+        """See `StateFiles.leave`."""
+        await self._ask(LeaveState(self.new_id(), str(path.absolute())))
 
     async def load_state(self, path: Path) -> None:
         """See `PrefixCache.load`."""
