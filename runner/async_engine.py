@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
-import signal
 import socket
 import sys
 import time
@@ -24,11 +23,14 @@ from ostinato.delegate.errors import ClosedError, InputError, OptionError, Ostin
 
 from .answer_reader import AnswerReader
 from .engine_channel import LENGTH_BYTES, frame
+from .process_status import end_text, is_stopped
 from .scheduler.messages import (
     Cancel,
     Close,
     Command,
     Describe,
+    KeepState,
+    LeaveState,
     Load,
     Loading,
     LoadState,
@@ -272,9 +274,18 @@ class AsyncEngine:
         """Close a kept session."""
         await self._ask(Close(self.new_id(), session))
 
-    async def save_state(self, tokens: list[int], path: Path, compute: bool = True) -> None:
-        """See `PrefixCache.save`."""
-        await self._ask(SaveState(self.new_id(), tokens, str(path.absolute()), compute))
+    async def save_state(self, path: Path, tokens: list[int], lasting: int) -> None:
+        """See `StateFiles.save`."""
+        await self._ask(SaveState(self.new_id(), str(path.absolute()), tokens, lasting))
+
+    def keep_state(self, path: Path, tokens: list[int], lasting: int) -> None:
+        """See `PrefixCache.stand`. It holds for all that is asked of this engine later."""
+        if self._ended is None:
+            self._send(KeepState(self.new_id(), str(path.absolute()), tokens, lasting))
+
+    async def leave_state(self, path: Path) -> None:
+        """See `StateFiles.leave`."""
+        await self._ask(LeaveState(self.new_id(), str(path.absolute())))
 
     async def load_state(self, path: Path) -> None:
         """See `PrefixCache.load`."""
@@ -381,7 +392,7 @@ class AsyncEngine:
                 self._take(decode_from_engine(await reader.readexactly(length)))
         except (asyncio.IncompleteReadError, ConnectionError):
             assert self._process is not None
-            self._fail(EngineProcessError(f"the engine's process has ended: {_end_text(await self._process.wait())}"))
+            self._fail(EngineProcessError(f"the engine's process has ended: {end_text(await self._process.wait())}"))
         except Exception as error:
             # `on_load` is the caller's.
             self._fail(EngineProcessError(f"a message of the engine's process cannot be taken: {first_line(error)}"))
@@ -409,7 +420,7 @@ class AsyncEngine:
         before = False
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            stopped = _is_stopped(self.pid)
+            stopped = is_stopped(self.pid)
             if stopped and before:
                 self._tell(
                     EngineProcessError(f"the engine's process {self.pid} is stopped (SIGSTOP): SIGCONT continues it")
@@ -427,19 +438,3 @@ class AsyncEngine:
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(copy.copy(error))
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    # The name before it may have any characters.
-    return stat.rpartition(")")[2].split()[0] in "Tt"
-
-
-def _end_text(status: int) -> str:
-    if status >= 0:
-        return f"exit status {status}; what it said is on stderr"
-    name = signal.Signals(-status).name
-    return f"killed by {name}" + (" (as the system does when memory runs out)" if name == "SIGKILL" else "")

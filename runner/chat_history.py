@@ -26,11 +26,13 @@ class ChatHistory:
     Attributes:
         messages: all messages, the answers included. Later turns make new lists.
         tokens: the last turn's prompt and answer.
+        lasting: number of these that the next turn's prompt is likely to begin with.
     """
 
     def __init__(self, messages: Sequence[Message] = ()) -> None:
         self.messages: list[Message] = list(messages)
         self.tokens: list[int] = []
+        self.lasting = 0
         # Text of the last turn, with the tokens that were sampled for its answers.
         self._told: list[Piece] = []
 
@@ -60,6 +62,7 @@ class ChatHistory:
         """
         self.messages = [*asked, said]
         self.tokens = prompt.tokens + result.tokens
+        self.lasting = len(self.tokens) if prompt.goes_on or not prompt.shared else prompt.shared[0]
         self._told = prompt.pieces[:-1]
         tokens = result.tokens[: -1 if result.finish_reason == "stop" else None]
         # A text may leave out what was said: special tokens, or an unfinished character.
@@ -75,7 +78,7 @@ class ChatHistory:
 
     def forget_tokens(self) -> None:
         """Have the next turn encode everything anew."""
-        self.tokens, self._told = [], []
+        self.tokens, self._told, self.lasting = [], [], 0
 
     def write(self, path: Path, **more: Any) -> None:
         """Write it to a file, as JSON, which is whole at any time. `more`: other values to put beside it.
@@ -83,7 +86,7 @@ class ChatHistory:
         Raises:
             SessionFileError: it cannot be written.
         """
-        data = {"messages": self.messages, "tokens": self.tokens, "told": self._told, **more}
+        data = {"messages": self.messages, "tokens": self.tokens, "lasting": self.lasting, "told": self._told, **more}
         beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}") if path.name else path
         try:
             try:
@@ -110,13 +113,14 @@ class ChatHistory:
             if not all(isinstance(one["role"], str) and isinstance(one["content"], str) for one in history.messages):
                 raise TypeError
             tokens = [int(token) for token in data.get("tokens", ())]
+            lasting = int(data.get("lasting", len(tokens)))
             told = [Piece(str(text), [int(token) for token in some]) for text, some in data.get("told", ())]
         except OSError as error:
             raise SessionFileError(f"{path} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise SessionFileError(f"{path} is no saved conversation") from error
         if all(_is_text_of(tokenizer, piece) for piece in told):
-            history.tokens, history._told = tokens, told
+            history.tokens, history._told, history.lasting = tokens, told, lasting
         return history, data
 
 

@@ -25,6 +25,7 @@ def description(engine: Engine) -> dict[str, Any]:
             "groups": [{**asdict(group), "free_pages": free.get(group.name, 0)} for group in capacity.groups],
         },
         "prefix_cache": asdict(engine.driver.scheduler.prefixes.stats),
+        "state_files": asdict(engine.driver.scheduler.files.stats),
         "scheduler": {
             **asdict(engine.driver.scheduler.stats),
             "host_seconds": engine.sessions.host_seconds,

@@ -192,9 +192,9 @@ class Engine:
         """Describe what is loaded and what is captured, in JSON's types.
 
         Keys: `target`, `device`, `max_seq_len`, `prefill_buckets`, `row_buckets`, `capacity` (`Capacity`, with the numbers of
-        free slots, of free snapshots, and of free pages in each page group), `prefix_cache` (`PrefixCacheStats`), `scheduler`
-        (`SchedulerStats`, `host_seconds`, `wait_seconds` of `Sessions`), `program` (`ProgramStats`), `methods`
-        (`MethodStats` with its plans, by method).
+        free slots, of free snapshots, and of free pages in each page group), `prefix_cache` (`PrefixCacheStats`),
+        `state_files` (`StateFileStats`), `scheduler` (`SchedulerStats`, `host_seconds`, `wait_seconds` of `Sessions`),
+        `program` (`ProgramStats`), `methods` (`MethodStats` with its plans, by method).
         """
         return description(self)
 
@@ -423,6 +423,7 @@ class Engine:
 
     def close(self) -> None:
         self.driver.scheduler.kept.forget_states()
+        self.driver.scheduler.files.close()
         self.reset_prefix_cache()
         self.program.close()
 

@@ -46,10 +46,11 @@ class EngineChannel:
         self._leaving += frame(message)
         self._flush()
 
-    def receive(self, wait: bool) -> Iterator[ToEngine]:
-        """Yield the messages that have arrived. With `wait`, wait until there is something, or the owner is gone."""
-        if wait:
-            select.select([self._connection], [self._connection] if self._leaving else [], [])
+    def receive(self, seconds: float | None) -> Iterator[ToEngine]:
+        """Yield the messages that have arrived. If none have, wait so long, or if it is None, until there is something or the
+        owner is gone."""
+        if seconds != 0:
+            select.select([self._connection], [self._connection] if self._leaving else [], [], seconds)
         self._flush()
         while self.is_open:
             try:

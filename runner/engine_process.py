@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections import deque
+from concurrent.futures import Future
 from contextlib import suppress
 from inspect import signature
 from pathlib import Path
@@ -27,6 +28,8 @@ from .scheduler.messages import (
     Command,
     Describe,
     Ended,
+    KeepState,
+    LeaveState,
     Load,
     Loading,
     LoadState,
@@ -43,6 +46,9 @@ from .scheduler.messages import (
 )
 from .scheduler.options import DEFAULT_MAX_WAITING, check_options
 
+# How often threads that are at work in files are looked at while there is no step.
+_FILE_SECONDS = 0.002
+
 
 class EngineProcess:
     """Answers the messages of a channel with an engine."""
@@ -52,17 +58,23 @@ class EngineProcess:
         self._engine: Engine | None = None
         # A swap that waits for requests to end, and the messages behind it.
         self._waiting: deque[ToEngine] = deque()
+        # Commands whose work in files goes on, by their ids.
+        self._replies: dict[str, Future[None]] = {}
         self._done = self._total = 0
 
     def run(self) -> None:
         """Answer until the owner is gone."""
         while self._channel.is_open:
-            for message in self._channel.receive(wait=not self._steps):
+            for message in self._channel.receive(0 if self._steps else _FILE_SECONDS if self._in_files else None):
                 self._take(message)
             if self._steps:
                 self._step()
+            if self._in_files:
+                self._settle_files()
             while self._waiting and not self._waits(self._waiting[0]):
                 self._answer(self._waiting.popleft())
+        if self._engine is not None:
+            self._engine.driver.scheduler.files.finish()
 
     @property
     def _busy(self) -> bool:
@@ -72,6 +84,19 @@ class EngineProcess:
     def _steps(self) -> bool:
         """Whether a step comes next. None does while too much waits for the owner to read."""
         return self._busy and not self._channel.is_full
+
+    @property
+    def _in_files(self) -> bool:
+        """Whether threads are at work in files."""
+        return bool(self._replies) or (self._engine is not None and self._engine.driver.scheduler.files.busy)
+
+    def _settle_files(self) -> None:
+        """Reply to commands whose work in files is done."""
+        self._loaded.driver.scheduler.files.settle()
+        for name, done in [one for one in self._replies.items() if one[1].done()]:
+            del self._replies[name]
+            error = done.exception()
+            self._channel.send(Reply(name, error=None if error is None else Ended.of(error)))
 
     def _waits(self, message: ToEngine) -> bool:
         """Whether a message must wait for requests to end: a swap, unless it is refused."""
@@ -113,10 +138,14 @@ class EngineProcess:
             self._channel.send(self._loaded_message(message))
         else:
             try:
-                reply = Reply(message.id, self._run(message))
+                value = self._run(message)
             except Exception as error:
-                reply = Reply(message.id, error=Ended.of(error))
-            self._channel.send(reply)
+                self._channel.send(Reply(message.id, error=Ended.of(error)))
+                return
+            if isinstance(value, Future):
+                self._replies[message.id] = value
+            else:
+                self._channel.send(Reply(message.id, value))
 
     @property
     def _loaded(self) -> Engine:
@@ -124,9 +153,10 @@ class EngineProcess:
         return self._engine
 
     def _run(self, command: Command) -> Any:
-        """Run a command, and return what it asks for, in JSON's types."""
+        """Run a command, and return what it asks for, in JSON's types, or when that is done."""
         engine = self._loaded
-        kept = engine.driver.scheduler.kept
+        scheduler = engine.driver.scheduler
+        kept = scheduler.kept
         match command:
             case Rewind(_, session, position):
                 kept.rewind(session, position)
@@ -136,10 +166,14 @@ class EngineProcess:
                 return kept.load(session, path)
             case Close(_, session):
                 kept.close(session)
-            case SaveState(_, tokens, path, compute):
-                engine.driver.scheduler.prefixes.save(tokens, Path(path), compute)
+            case SaveState(_, path, tokens, lasting):
+                return scheduler.files.save(Path(path), tokens, lasting)
+            case KeepState(_, path, tokens, lasting):
+                scheduler.prefixes.stand(Path(path), tokens, lasting)
+            case LeaveState(_, path):
+                return scheduler.files.leave(Path(path))
             case LoadState(_, path):
-                engine.driver.scheduler.prefixes.load(Path(path))
+                scheduler.prefixes.load(Path(path))
             case Describe():
                 return engine.describe()
             case ResetPrefixCache():

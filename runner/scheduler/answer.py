@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -11,7 +12,8 @@ import torch
 
 from ostinato.delegate.sampling_params import SamplingParams, TokenLogprobs
 from ostinato.runner.model.steps import TokenBitmask, asked_bitmask
-from ostinato.runner.sessions.prefix_cache import Hit, Known
+from ostinato.runner.sessions.offloaded import OnHost
+from ostinato.runner.sessions.prefix import Hit, Known
 from ostinato.runner.sessions.prefix_tree import Node
 from ostinato.runner.sessions.session import Session
 
@@ -50,6 +52,8 @@ class Answer:
         told: whether an output has said what is known from the begin.
         put_back: how often it lost its place on the device.
         error: what its bitmask raised.
+        reading: when the state that it goes on from is read from its file; None: it is not.
+        looked: how many of its tokens the prefix cache had when that file was looked for last; None: it was not.
     """
 
     request: Request
@@ -78,6 +82,8 @@ class Answer:
     told: bool = False
     put_back: int = 0
     error: Exception | None = None
+    reading: Future[OnHost | None] | None = None
+    looked: int | None = None
 
     @property
     def rest(self) -> int:

@@ -47,6 +47,7 @@ class Request(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
         shared: numbers of tokens of the prompt, up to which a later prompt is likely to be the same: the prefix cache keeps
             state there. None: nothing is known, and it keeps that of the whole prompt.
         goes_on: whether a later prompt is likely to go on behind the answer.
+        state_file: a file in which there may be more of the prompt's state than the prefix cache has. None: there is none.
 
     Raises:
         OptionError: a value out of range.
@@ -62,6 +63,7 @@ class Request(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     keep: str | None = None
     shared: list[int] | None = None
     goes_on: bool = True
+    state_file: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "n"):
@@ -109,12 +111,28 @@ class Close(msgspec.Struct, tag=True):
 
 
 class SaveState(msgspec.Struct, tag=True):
-    """Write a session with these tokens to a file. What the prefix cache does not have of it is computed, or left out."""
+    """Write what the prefix cache has of a conversation to a file. See `PrefixCache.stand`."""
 
     id: str
-    tokens: list[int]
     path: str
-    compute: bool = True
+    tokens: list[int]
+    lasting: int
+
+
+class KeepState(msgspec.Struct, tag=True):
+    """Write the same when the prefix cache has no more room for it."""
+
+    id: str
+    path: str
+    tokens: list[int]
+    lasting: int
+
+
+class LeaveState(msgspec.Struct, tag=True):
+    """Write nothing to a file any more. The reply comes when nothing is written to it."""
+
+    id: str
+    path: str
 
 
 class LoadState(msgspec.Struct, tag=True):
@@ -238,7 +256,9 @@ class Loading(msgspec.Struct, tag=True):
     total: int
 
 
-Command = Rewind | Save | Load | Close | SaveState | LoadState | Describe | ResetPrefixCache | Swap
+Command = (
+    Rewind | Save | Load | Close | SaveState | KeepState | LeaveState | LoadState | Describe | ResetPrefixCache | Swap
+)
 ToEngine = Request | Cancel | Start | Command
 FromEngine = list[Output] | Reply | Loading
 

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 from bisect import insort
+from concurrent.futures import wait
+from pathlib import Path
 from time import perf_counter
 
-from ostinato.runner.sessions.prefix_cache import Hit, PrefixCache
+from ostinato.runner.sessions.prefix import Hit
+from ostinato.runner.sessions.prefix_cache import PrefixCache
 from ostinato.runner.sessions.session import Session
+from ostinato.runner.sessions.sessions import Sessions
+from ostinato.runner.sessions.state_files import StateFiles
 from ostinato.runner.text.common_prefix import MIN_SHARED
 
 from .answer import Answer
 
 # In long prompts state is kept every so many tokens.
 STOP_EVERY = 8192
+# How long a scheduler with nothing to run waits for a file to be read, before it looks at its messages.
+_PATIENCE_SECONDS = 0.005
 
 
 class PrefixReuse:
     """Has answers begin with what the prefix cache knows of their tokens.
 
     Args:
-        cache: the prefix cache.
+        sessions: the sessions.
+        cache: their prefix cache.
+
+    Attributes:
+        files: state that the prefix cache has forgotten.
     """
 
-    def __init__(self, cache: PrefixCache) -> None:
-        self.cache = cache
+    def __init__(self, sessions: Sessions, cache: PrefixCache) -> None:
+        self.cache, self.files = cache, StateFiles(sessions, cache)
 
     def find(self, answer: Answer) -> Hit:
         """The beginning of an answer that has no session."""
@@ -39,15 +50,20 @@ class PrefixReuse:
         if answer.session is not None or answer.source is not None:
             return 0
         hit = self.find(answer)
-        if hit.prefix is None:
+        if hit.prefix is None or answer.reading is not None:
             return 0
         # It is the last one that leaves the device.
         self.cache.touch(hit.prefix)
         return hit.position if hit.prefix.snapshot is not None else 0
 
-    def awaits(self, answer: Answer) -> bool:
-        """Whether an answer should wait, as another one computes a beginning that both have."""
+    def awaits(self, answer: Answer, idle: bool) -> bool:
+        """Whether an answer should wait, as its state is being read, or another one computes a beginning that both have.
+        `idle`: there is no step to run meanwhile."""
         if answer.session is not None or answer.source is not None or answer.prompt_logprobs is not None:
+            return False
+        if self._reads(answer, idle):
+            return True
+        if answer.reading is not None:
             return False
         if answer.awaited is not None:
             before, position = answer.awaited
@@ -68,10 +84,19 @@ class PrefixReuse:
 
     def open(self, answer: Answer) -> Session | None:
         """Open a session with the beginning of an answer's tokens; None: there is none. Raises CapacityError."""
-        return self.cache.open(self.find(answer))
+        if answer.reading is None:
+            return self.cache.open(self.find(answer))
+        found = answer.reading.result()
+        assert found is not None
+        session = self.files.open(found, answer.tokens)
+        answer.reading = None
+        return session
 
     def forget(self, answer: Answer) -> bool:
         """Forget what an answer would begin with. Returns whether there was anything."""
+        if answer.reading is not None:
+            answer.reading = None
+            return True
         hit = self.find(answer)
         if hit.prefix is not None:
             self.cache.drop(hit.prefix)
@@ -127,6 +152,24 @@ class PrefixReuse:
         if answer.node is not None:
             self.cache.release(answer.node)
         answer.node = answer.hit = None
+
+    def _reads(self, answer: Answer, idle: bool) -> bool:
+        """Whether the state that an answer goes on from is being read from its file."""
+        path, position = answer.request.state_file, self.find(answer).position
+        # A state that stands in the cache is no older than its file. The cache may lose it until the answer has a session.
+        looked = answer.looked is not None and position >= answer.looked
+        if path is not None and not looked and Path(path) not in self.cache.standing:
+            answer.looked = position
+            answer.reading = self.files.read(Path(path), answer.tokens, position + MIN_SHARED)
+        if answer.reading is None:
+            return False
+        if idle:
+            wait([answer.reading], _PATIENCE_SECONDS)
+        if not answer.reading.done():
+            return True
+        if answer.reading.result() is None:
+            answer.reading = None
+        return False
 
 
 def _shared(answer: Answer) -> set[int]:

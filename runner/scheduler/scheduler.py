@@ -32,8 +32,7 @@ class Scheduler:
     Args:
         sessions: the conversations of a model.
         model: the model.
-        step_times: returns how long steps take, or raises CapacityError if it has no room to measure now. It is called when
-            there are two answers for the first time.
+        step_times: returns how long steps take, or raises CapacityError: no room to measure now. Called for two answers.
         clock: returns seconds, from which it learns how long steps take.
         max_waiting: the most answers that wait.
         host_cache_bytes: the most bytes of the host's memory for the prefix cache.
@@ -41,7 +40,7 @@ class Scheduler:
 
     Attributes:
         kept: the kept sessions.
-        prefixes: the prefix cache.
+        prefixes, files: the prefix cache, and the files of what it forgets.
         budget: which prompts go into a step.
         failure: why the program can run nothing more; None: it can.
     """
@@ -63,7 +62,8 @@ class Scheduler:
         self._offloads = model.program.device.type == "cuda"
         self.kept = KeptSessions(sessions, self._offloads)
         self.prefixes = PrefixCache(sessions, model, host_cache_bytes, prefix_caching)
-        self._reuse = PrefixReuse(self.prefixes)
+        self._reuse = PrefixReuse(sessions, self.prefixes)
+        self.files = self._reuse.files
         # By age, the oldest first: a state that was put back is older than all that wait.
         self._waiting: deque[Answer] = deque()
         self._prefilling: list[Answer] = []
@@ -203,7 +203,7 @@ class Scheduler:
         held: list[Answer] = []
         slots = self._sessions.free
         while self._waiting and len(held) <= slots:
-            if slots and self._reuse.awaits(self._waiting[0]):
+            if slots and self._reuse.awaits(self._waiting[0], not (held or self._prefilling or self._decoding)):
                 held.append(self._waiting.popleft())
             elif not self._admit_next():
                 break

@@ -143,6 +143,12 @@ class Generation:
         # What is known of a prompt is known of its first choice.
         self._firsts = [choice for choice in choices if choice.number == 0]
 
+    def go_on(self, turn: Turn, asked: list[Message], prompt: Prompt) -> None:
+        """Have the one choice be a turn of a session, see `turn`."""
+        self.turn = turn, asked, prompt
+        (request,) = self._requests
+        request.state_file = str(turn.state_file)
+
     async def pieces(self) -> AsyncGenerator[list[tuple[Choice, Piece]], None]:
         """Yield what is new, all that is ready together. If it is closed before the end, the engine drops the rest.
 
@@ -310,7 +316,7 @@ class Answering:
         text = "".join(piece.text for piece in prompt.pieces)
         generation = self._generation("chatcmpl", body, asked, [(prompt, text)])
         if turn is not None:
-            generation.turn = turn, messages, prompt
+            generation.go_on(turn, messages, prompt)
         return generation
 
     def _completion(self, body: CompletionBody) -> Generation:

@@ -34,6 +34,13 @@ _COUNTERS = {
     "ostinato:steps": ("steps of the model", "scheduler", "steps"),
     "ostinato:computed_prompt_tokens": ("prompt tokens that were computed", "scheduler", "prompt_tokens"),
     "ostinato:refused_requests": ("requests that found too many others waiting", "scheduler", "refused"),
+    "ostinato:state_files_written": ("states that prefixes had no room for, in files now", "state_files", "written"),
+    "ostinato:state_files_read": ("states that came back from files", "state_files", "read"),
+    "ostinato:state_files_given_up": (
+        "states that were forgotten, as they could not be written",
+        "state_files",
+        "given_up",
+    ),
     "ostinato:graph_replays": ("calls that replayed a captured graph", "methods", "replays"),
     "ostinato:graph_fallbacks": ("captures that failed", "methods", "fallbacks"),
 }
@@ -134,6 +141,7 @@ def _numbers(described: Mapping[str, Any]) -> dict[str, dict[str, float]]:
             "usage": max((1 - group["free_pages"] / group["pages"] for group in groups), default=0.0),
         },
         "prefix_cache": described["prefix_cache"],
+        "state_files": described["state_files"],
         "methods": {
             "plans": sum(len(one["plans"]) for one in methods),
             "replays": sum(one["replays"] for one in methods),

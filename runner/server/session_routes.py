@@ -55,7 +55,7 @@ def add_session_routes(app: FastAPI, find: Callable[[], SessionStore]) -> None:
         store = find()
         with _session_of(await store.begin(request.state.owner, name)) as found:
             if action == "fork":
-                found = store.fork(found)
+                found = await store.fork(found)
                 await store.write(found)
             elif action == "save":
                 await store.save(found)

@@ -1,7 +1,7 @@
 """Conversations by id: clients go on with them without sending what was said before.
 
 What a session is are its messages and the tokens of its last turn. The state behind these is in the engine's prefix cache, on
-the device or in the host's memory, and when the session leaves, in a file.
+the device or in the host's memory, and in a file when there is no more room for it there, or the session leaves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from ostinato.delegate.errors import InputError, OptionError, OstinatoError, SessionFileError
 from ostinato.runner.async_engine import AsyncEngine
 from ostinato.runner.chat_history import ChatHistory
-from ostinato.runner.scheduler.messages import QueueFullError
+from ostinato.runner.scheduler.messages import QueueFullError, Request
 from ostinato.runner.stream import Result
 from ostinato.runner.text.prompts import Prompt
 from ostinato.runner.text.tokenizer import Message, Tokenizer
@@ -52,6 +52,7 @@ class Session:
         history: its messages and tokens.
         created, used: when it was made and last used, in seconds since 1970.
         busy: whether an answer goes on with it.
+        leaving: held while it is on its way to its files.
     """
 
     id: str
@@ -60,6 +61,7 @@ class Session:
     created: float = field(default_factory=time.time)
     used: float = field(default_factory=time.time)
     busy: bool = False
+    leaving: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def described(self) -> dict[str, Any]:
         """The session in JSON's types, without its messages."""
@@ -84,10 +86,16 @@ class Turn:
         self._store, self.session, self._released = store, session, False
         session.busy, session.used = True, time.time()
 
+    @property
+    def state_file(self) -> Path:
+        """The file in which there may be state of the session."""
+        return self._store.state_path(self.session)
+
     async def complete(self, asked: Sequence[Message], prompt: Prompt, result: Result, said: Message) -> None:
         """Have the turn be part of the session. See `ChatHistory.add`. Raises SessionFileError: it cannot be written."""
         session = self.session
         session.history.add(self._store.tokenizer, asked, prompt, result, said)
+        self._store.keep(session)
         await self._store.write(session)
 
     def release(self) -> None:
@@ -97,7 +105,8 @@ class Turn:
 
 
 class SessionStore:
-    """The sessions of a server. Their messages are in files from the first turn on; their state when they leave.
+    """The sessions of a server. Their messages are in files from the first turn on; their state when they leave, or when the
+    prefix cache has no more room for it.
 
     Args:
         engine: has their state.
@@ -109,7 +118,7 @@ class SessionStore:
     """
 
     def __init__(self, engine: AsyncEngine, folder: Path, ttl_seconds: float) -> None:
-        self._engine, self._folder, self._ttl_seconds = engine, folder, ttl_seconds
+        self._engine, self._folder, self._ttl_seconds = engine, folder.absolute(), ttl_seconds
         self._by_id: dict[str, Session] = {}
         try:
             # What people say is for nobody else on this machine.
@@ -149,20 +158,26 @@ class SessionStore:
             BusySessionError: another answer goes on with it.
         """
         session = await self.get(owner, name)
-        if session.busy:
-            raise BusySessionError(f"session {name!r} is busy: an answer goes on with it")
-        # It may have left while it was looked for.
-        self._by_id[name] = session
-        return Turn(self, session)
+        async with session.leaving:
+            if session.busy:
+                raise BusySessionError(f"session {name!r} is busy: an answer goes on with it")
+            # It may have left while it was looked for.
+            self._by_id[name] = session
+            return Turn(self, session)
 
     def list(self, owner: str) -> list[Session]:
         """The owner's sessions that are in memory, the one that was used longest ago first."""
         mine = (session for session in self._by_id.values() if secrets.compare_digest(session.owner, owner))
         return sorted(mine, key=lambda session: session.used)
 
-    def fork(self, session: Session) -> Session:
+    async def fork(self, session: Session) -> Session:
         """Another session that goes on from here. Raises QueueFullError: there are too many."""
-        return self._added(session.owner, session.history.fork())
+        other = self._added(session.owner, session.history.fork())
+        # Files of state are replaced, never changed.
+        with suppress(OSError):
+            await asyncio.to_thread(os.link, self.state_path(session), self.state_path(other))
+        self.keep(other)
+        return other
 
     def rewind(self, session: Session, messages: int) -> None:
         """Take a session back to its first messages. Raises InputError: there are not as many."""
@@ -177,17 +192,26 @@ class SessionStore:
         with self._files_by_name():
             await asyncio.to_thread(history.write, path, owner=session.owner, created=session.created)
 
-    async def save(self, session: Session, compute: bool = True) -> None:
-        """Write a session with its state to its files. `compute`: also what the prefix cache has lost of it.
+    def keep(self, session: Session) -> None:
+        """Have the state of a session be written to its file when there is no more room for it in the prefix cache."""
+        history = session.history
+        self._engine.keep_state(self.state_path(session), history.tokens, history.lasting)
+
+    async def save(self, session: Session) -> None:
+        """Write a session with its state to its files. What is lost of it is computed.
 
         Raises:
             SessionFileError: a file cannot be written.
-            CapacityError: there is no room to compute it now.
+            CapacityError, QueueFullError: there is no room to compute it now.
         """
-        await self.write(session)
-        if session.history.tokens:
-            with self._files_by_name():
-                await self._engine.save_state(session.history.tokens, self._state_path(session.id), compute)
+        tokens = session.history.tokens[: session.history.lasting]
+        if 0 < len(tokens) < self._engine.limits.max_seq_len:
+            file = str(self.state_path(session))
+            request = Request(id=self._engine.new_id(), tokens=tokens, max_tokens=1, goes_on=False, state_file=file)
+            async for output in self._engine.outputs(request):
+                if output.error is not None:
+                    raise output.error.error()
+        await self._save_known(session)
 
     async def load(self, session: Session) -> None:
         """Have the prefix cache keep a session's state from its file.
@@ -197,13 +221,16 @@ class SessionStore:
             CapacityError: there is no room for it.
         """
         with self._files_by_name():
-            await self._engine.load_state(self._state_path(session.id))
+            await self._engine.load_state(self.state_path(session))
 
     async def delete(self, session: Session) -> None:
         """Forget a session, and remove its files."""
         self._by_id.pop(session.id, None)
-        for path in (self._path(session.id), self._state_path(session.id)):
-            await asyncio.to_thread(path.unlink, missing_ok=True)
+        await asyncio.to_thread(self._path(session.id).unlink, missing_ok=True)
+        path = self.state_path(session)
+        with suppress(OstinatoError):
+            await self._engine.leave_state(path)
+        await asyncio.to_thread(path.unlink, missing_ok=True)
 
     async def watch(self) -> None:
         """Have sessions leave that are idle for too long. Does not end."""
@@ -219,20 +246,28 @@ class SessionStore:
             await self._leave(session)
 
     async def _leave(self, session: Session) -> None:
-        session.busy = True
-        try:
-            await self.save(session, compute=False)
-        except SessionFileError as error:
-            if not self._path(session.id).exists():
-                log.error("session %s stays in memory: %s", session.id, error)
-                session.used = time.time()
+        async with session.leaving:
+            if session.busy:
                 return
-        except OstinatoError:
-            # Its messages are written. The state is computed again.
-            pass
-        finally:
-            session.busy = False
-        self._by_id.pop(session.id, None)
+            try:
+                await self._save_known(session)
+            except SessionFileError as error:
+                if not self._path(session.id).exists():
+                    log.error("session %s stays in memory: %s", session.id, error)
+                    session.used = time.time()
+                    return
+            except OstinatoError:
+                # Its messages are written. The state is computed again.
+                pass
+            self._by_id.pop(session.id, None)
+
+    async def _save_known(self, session: Session) -> None:
+        """Write a session to its files, with the state that the prefix cache has of it."""
+        await self.write(session)
+        history = session.history
+        if history.tokens:
+            with self._files_by_name():
+                await self._engine.save_state(self.state_path(session), history.tokens, history.lasting)
 
     def _added(self, owner: str, history: ChatHistory) -> Session:
         if len(self._by_id) >= _MAX_SESSIONS:
@@ -248,10 +283,11 @@ class SessionStore:
         except (SessionFileError, KeyError, ValueError, TypeError):
             return None
         # Another request may have read it meanwhile.
-        session = self._by_id.setdefault(name, session)
-        with suppress(OstinatoError):
-            await self.load(session)
-        return session
+        return self._by_id.setdefault(name, session)
+
+    def state_path(self, session: Session) -> Path:
+        """The file for a session's state."""
+        return self._folder / f"{session.id}.session"
 
     @contextmanager
     def _files_by_name(self) -> Iterator[None]:
@@ -263,6 +299,3 @@ class SessionStore:
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}.json"
-
-    def _state_path(self, name: str) -> Path:
-        return self._folder / f"{name}.session"

@@ -8,23 +8,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from ostinato.delegate import ClosedError, Growth, HostRows, Program, StateKind, StateRows
-from ostinato.delegate.artifact.records import dtype_from_name, dtype_name
+from ostinato.delegate import ClosedError, Growth, Program, StateKind, StateRows
 from ostinato.delegate.code.transfers import Mark
-from ostinato.delegate.errors import CapacityError, SessionFileError, first_line
-from ostinato.delegate.sampling_params import SamplingParams, TokenLogprobs
+from ostinato.delegate.errors import CapacityError
 
-from .history import History
+from .offloaded import Offloaded, OnHost
 from .pages import FullPages, HostPages, Kept, PageList, Pages
+from .saved_state import SavedState
 from .session import Session, SessionState, Snapshot
-from .session_file import opened_session, read_rows, write_session
+from .session_file import write_session
 from .slots import Slots
 
 if TYPE_CHECKING:
@@ -33,35 +31,6 @@ if TYPE_CHECKING:
     from .sessions import Sessions
 
 Taken = TypeVar("Taken")
-
-
-@dataclass
-class Offloaded:
-    """What a session has on the device, in the host's memory.
-
-    Attributes:
-        rows: its slot, the pages by group that it does not share, and its logits if it has any.
-        pages: its pages, by group.
-        logits: an example of the logits [vocab] on the meta device.
-    """
-
-    rows: HostRows
-    pages: list[Kept]
-    logits: torch.Tensor | None
-
-    def count(self, users: int) -> int:
-        """Count it among those that share copies of pages (1), or no more (-1). Returns by how many bytes all of them have
-        more then."""
-        nbytes = self.rows.nbytes
-        for kept in self.pages:
-            copied = kept.full
-            while copied is not None:
-                copied.users += users
-                if copied.users != max(users, 0):
-                    break
-                nbytes += copied.rows.nbytes
-                copied = copied.before
-        return users * nbytes
 
 
 class _Leaving(NamedTuple):
@@ -81,6 +50,7 @@ class HostTier:
         steps: returns the steps of these sessions.
 
     Attributes:
+        saved: writes what sessions have on the host to files, and reads it.
         evict: has something leave that nobody needs, and returns whether there was anything. The prefix cache sets it.
     """
 
@@ -94,6 +64,7 @@ class HostTier:
     ) -> None:
         self._program, self._slots, self._pages, self._lock = program, slots, pages, lock
         self._steps = steps
+        self.saved = SavedState(program, pages)
         # Sessions whose copies may be under way, in their order.
         self._leaving: deque[_Leaving] = deque()
         self.evict: Callable[[], bool] = lambda: False
@@ -149,14 +120,14 @@ class HostTier:
             self._check_program()
             offloaded = session._offloaded or self._copied(session)
             offloaded.rows.mark.wait()
-            header = self._header(offloaded, session._known)
-        write_session(path, header, offloaded.rows)
+            packed = self.saved.packed(OnHost(offloaded, session._known))
+        write_session(path, *packed)
 
     def load(self, sessions: Sessions, path: Path) -> Session:
         """See `Engine.load_session`."""
-        self._check_program()
-        offloaded, state = self._read(path)
-        return self.open_offloaded(sessions, offloaded, state)
+        found = self.saved.read(path)
+        assert found is not None
+        return self.open_offloaded(sessions, *found)
 
     @property
     def is_leaving(self) -> bool:
@@ -192,6 +163,14 @@ class HostTier:
     def offload_prefix(self, snapshot: Snapshot) -> Offloaded:
         """Copy what `PrefixCache` keeps to the host. The snapshot is closed when the copy is done."""
         with self._lock:
+            offloaded = self.copy_prefix(snapshot)
+            self._leaving.append(_Leaving(offloaded.rows.mark, snapshot.close))
+            self.settle()
+            return offloaded
+
+    def copy_prefix(self, snapshot: Snapshot) -> Offloaded:
+        """Begin to copy what `PrefixCache` keeps to the host. Until the copy is done, the snapshot must not be closed."""
+        with self._lock:
             self._check_program()
             self._steps().settle()
             pages, copied = snapshot._known.pages, snapshot.copied
@@ -200,8 +179,6 @@ class HostTier:
             logits = snapshot._known.logits
             full = [self._copied_pages(name, mine.full) for name, mine in zip(self._pages.names, pages, strict=True)]
             rows = self._program.row_transfers.to_host(self._chosen(row, [mine.last for mine in pages], logits))
-            self._leaving.append(_Leaving(rows.mark, snapshot.close))
-            self.settle()
             kept = [Kept(mine.first, len(mine.last), copied) for mine, copied in zip(pages, full, strict=True)]
             return Offloaded(rows, kept, None if logits is None else torch.empty_like(logits, device="meta"))
 
@@ -264,92 +241,4 @@ class HostTier:
     ) -> list[tuple[StateRows, Sequence[int]]]:
         """The rows that a session has, and their numbers: those of pages by group."""
         numbers = [[slot], *pages, [0]]
-        return [(rows, some) for (_, rows), some in zip(self._parts(logits), numbers, strict=False)]
-
-    def _parts(self, logits: torch.Tensor | None) -> list[tuple[str, StateRows]]:
-        """The rows that a session has, with names: of its slot, of each page group, and its logits."""
-        program = self._program
-        growth = Growth.SLOTS if program.capacity.slot_bytes else Growth.FIXED
-        # Block tables are written anew: the pages have other numbers.
-        found = [("slot", program.rows_of(growth, tables=False))]
-        found += [(f"pages {name}", program.rows_of(Growth.PAGES, name)) for name in self._pages.names]
-        return found if logits is None else [*found, ("logits", StateRows({"logits": logits[None]}))]
-
-    def _header(self, offloaded: Offloaded, state: SessionState) -> dict[str, Any]:
-        """What `_read` needs beside the rows, in JSON's types."""
-        # A token that was sampled from logits is sampled again.
-        pending = [] if offloaded.logits is not None else state.pending
-        logits = offloaded.logits
-        return {
-            "artifact": self._program.id,
-            "tokens": state.history.tokens,
-            "logprobs": state.logprobs,
-            "pending": [(tokens.tokens()[number], tokens.logprobs(number)) for tokens, number in pending],
-            "seen": state.seen,
-            "prompt_end": state.prompt_end,
-            "sampling_params": asdict(state.sampling_params),
-            "pages": {name: kept[:2] for name, kept in zip(self._pages.names, offloaded.pages, strict=True)},
-            "logits": None if logits is None else [len(logits), dtype_name(logits.dtype)],
-            "rows": self._layout(logits),
-        }
-
-    def _read(self, path: Path) -> tuple[Offloaded, SessionState]:
-        """Read a session from a file, to the host. Raises SessionFileError."""
-        with opened_session(path, self._program.id) as (header, file):
-            try:
-                pages = [Kept(*header["pages"][name]) for name in self._pages.names]
-                shape = header["logits"]
-                logits = shape and torch.empty(shape[0], dtype=dtype_from_name(shape[1]), device="meta")
-                state = SessionState(
-                    History(list(header["tokens"])),
-                    header["seen"],
-                    header["prompt_end"],
-                    [(_Saved(token, _logprobs(given)), 0) for token, given in header["pending"]],
-                    logprobs=_logprobs(header["logprobs"]),
-                    sampling_params=SamplingParams(**header["sampling_params"]),
-                )
-                same = header["rows"] == self._layout(logits)
-                held = min(
-                    ((one.first + one.pages) * self._program.capacity.page_size for one in pages), default=state.seen
-                )
-                if not 0 <= state.seen <= min(held, len(state.history) + len(state.pending)):
-                    raise ValueError(f"its state is that of {state.seen} tokens")
-                if not 0 <= state.prompt_end <= len(state.history):
-                    raise ValueError(f"its prompt has {state.prompt_end} tokens")
-            except (KeyError, TypeError, ValueError) as error:
-                raise SessionFileError(f"{path} is damaged: its header cannot be read ({first_line(error)})") from error
-            if not same:
-                raise SessionFileError(f"{path} has other state than the program: save the session again")
-            numbers = [1, *(kept.pages for kept in pages), 1]
-            # The bytes lie together as those that a transfer takes to this device.
-            there = None if logits is None else torch.empty_like(logits, device=self._program.device)
-            rows = [rows for _, rows in self._parts(there)]
-            host = self._program.row_transfers.empty([(one, range(n)) for one, n in zip(rows, numbers, strict=False)])
-            read_rows(path, header, file, host)
-        return Offloaded(host, pages, logits), state
-
-    def _layout(self, logits: torch.Tensor | None) -> dict[str, dict[str, int]]:
-        """Bytes of a row in each buffer, in the order of a file's body."""
-        return {name: rows.bytes_by_name for name, rows in self._parts(logits)}
-
-
-@dataclass(frozen=True)
-class _Saved:
-    """A token that a step had sampled when the session was saved."""
-
-    token: int
-    token_logprobs: TokenLogprobs | None
-
-    def tokens(self) -> list[int]:
-        return [self.token]
-
-    def logprobs(self, number: int) -> TokenLogprobs | None:
-        return self.token_logprobs
-
-
-def _logprobs(given: Sequence[Any] | None) -> TokenLogprobs | None:
-    """Log-probabilities as JSON has them."""
-    if given is None:
-        return None
-    token, logprob, rank, top = given
-    return TokenLogprobs(token, logprob, rank, [(one, value) for one, value in top])
+        return [(rows, some) for (_, rows), some in zip(self.saved.parts(logits), numbers, strict=False)]

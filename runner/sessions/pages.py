@@ -94,6 +94,11 @@ class Kept(NamedTuple):
     pages: int
     full: HostPages | None = None
 
+    @property
+    def all_pages(self) -> int:
+        """Number of all these pages."""
+        return self.pages + (0 if self.full is None else self.full.device.end)
+
 
 class Absent(NamedTuple):
     """Pages whose contents must come from a copy on the host.

@@ -6,103 +6,23 @@ from a snapshot. Keys and values alone can be taken up to any token.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 from ostinato.delegate import StateKind
-from ostinato.delegate.errors import CapacityError, SessionFileError
+from ostinato.delegate.errors import CapacityError
 from ostinato.runner.model.model import Model
 
 from .history import History
-from .host_tier import Offloaded
 from .in_turn import in_turn
+from .prefix import Hit, Known, Prefix, PrefixCacheStats
 from .prefix_tree import Node, PrefixTree
 from .session import Session, SessionState, Snapshot
 from .sessions import Sessions
 
 _FIXED_STATE = (StateKind.CONVOLUTION, StateKind.RECURRENT, StateKind.OTHER)
-
-
-@dataclass(eq=False)
-class Prefix:
-    """State after the first tokens of a sequence.
-
-    Attributes:
-        node: its place in the tree.
-        snapshot: the state on the device; None: it is on the host.
-        offloaded: the state on the host.
-    """
-
-    node: Node[Known]
-    snapshot: Snapshot | None
-    offloaded: Offloaded | None = None
-
-    @property
-    def has_logits(self) -> bool:
-        """Whether the logits after the last token are there."""
-        if self.snapshot is not None:
-            return self.snapshot._known.logits is not None
-        return self.offloaded is not None and self.offloaded.logits is not None
-
-    @property
-    def firsts(self) -> list[int]:
-        """Numbers of pages that a window has left behind, by page group."""
-        if self.snapshot is not None:
-            return [mine.first for mine in self.snapshot._known.pages]
-        return [] if self.offloaded is None else [kept.first for kept in self.offloaded.pages]
-
-
-@dataclass(eq=False)
-class Known:
-    """State after a sequence of tokens, and how many have it as their prompt.
-
-    Attributes:
-        prefix: state after it, if there is any.
-        owners: number of those whose prompt it is.
-    """
-
-    prefix: Prefix | None = None
-    owners: int = 0
-
-
-class Hit(NamedTuple):
-    """The best beginning for a sequence of tokens.
-
-    Attributes:
-        prefix: the state to go on from; None: there is none.
-        position: number of tokens that a session would have then.
-        known: number of tokens from the first on that were seen before.
-        owner: whose prompt begins with all these, and is computed now; None: nobody's.
-        node: the last node of the tree that the tokens begin with, while the cache has this version; None: the root.
-        version: the cache's version.
-    """
-
-    prefix: Prefix | None = None
-    position: int = 0
-    known: int = 0
-    owner: Hashable | None = None
-    node: Node[Known] | None = None
-    version: int = 0
-
-
-@dataclass
-class PrefixCacheStats:
-    """Sizes of a prefix cache.
-
-    Attributes:
-        prefixes, host_prefixes: numbers of sequences with state on the device, and on the host.
-        device_bytes: rows of state and pages that they have on the device, also those that sessions share.
-        host_bytes: bytes on the host.
-    """
-
-    prefixes: int = 0
-    host_prefixes: int = 0
-    device_bytes: int = 0
-    host_bytes: int = 0
 
 
 class PrefixCache:
@@ -120,6 +40,8 @@ class PrefixCache:
         enabled: whether anything can be kept.
         version: number of changes so far.
         lock: that of the sessions.
+        standing: file -> the prefix that has it among its `files`.
+        write: called with a prefix that has files and is on the host, before it is forgotten.
     """
 
     def __init__(self, sessions: Sessions, model: Model, host_bytes: int = 0, enabled: bool = True) -> None:
@@ -136,6 +58,8 @@ class PrefixCache:
         # Whose prompt is computed now, and where it ends.
         self._owners: dict[Hashable, Node[Known]] = {}
         sessions.tier.evict = self.make_room
+        self.standing: dict[Path, Prefix] = {}
+        self.write: Callable[[Prefix], None] = lambda prefix: None
         self.needs_rows = any(program.buffers_of(kind) for kind in _FIXED_STATE)
         capacity = program.capacity
         has_room = capacity.snapshots > 0 if self.needs_rows else bool(capacity.groups)
@@ -194,7 +118,7 @@ class PrefixCache:
         if prefix.snapshot is not None:
             return self._open_at(prefix.snapshot, hit.position)
         assert prefix.offloaded is not None
-        history = History(self._tokens_of(prefix.node)[: hit.position])
+        history = History(self.tokens_of(prefix.node)[: hit.position])
         state = SessionState(history, hit.position, hit.position)
         return self._sessions.tier.open_offloaded(self._sessions, prefix.offloaded, state)
 
@@ -210,23 +134,19 @@ class PrefixCache:
         return self.open(self.find([*tokens, -1]))
 
     @in_turn
-    def save(self, tokens: list[int], path: Path, compute: bool = True) -> None:
-        """Write a session with these tokens to a file. What is not known of them is computed, or left out.
+    def save(self, tokens: list[int], path: Path) -> None:
+        """Write a session with these tokens to a file. What is not known of them is computed.
 
         Raises:
             CapacityError: no slot or too few pages are free; nothing was written.
-            SessionFileError: the file cannot be written; nothing is known of the tokens, and none are computed.
+            SessionFileError: the file cannot be written.
         """
-        known = self.open_longest(tokens)
-        if known is None and not compute:
-            raise SessionFileError("nothing is known of these tokens")
-        with known or self._sessions.open() as session:
-            if compute:
-                # The last one waits for the next step, as it does in a session that has sampled it.
-                if rest := tokens[session.position : -1]:
-                    session.prefill(rest)
-                if session.position < len(tokens):
-                    session.append(tokens[-1])
+        with self.open_longest(tokens) or self._sessions.open() as session:
+            # The last one waits for the next step, as it does in a session that has sampled it.
+            if rest := tokens[session.position : -1]:
+                session.prefill(rest)
+            if session.position < len(tokens):
+                session.append(tokens[-1])
             session.save(path)
 
     @in_turn
@@ -241,6 +161,34 @@ class PrefixCache:
             if not self.keep(session):
                 raise CapacityError("the prefix cache has no room for it: load the program with more snapshots")
             return list(session.tokens)
+
+    @in_turn
+    def stand(self, path: Path, tokens: list[int], lasting: int) -> Prefix | None:
+        """Have a file get the longest state within these tokens when there is no more room for it, and no other state.
+
+        Args:
+            path: the file.
+            tokens: the tokens of a conversation.
+            lasting: number of them with which it will go on. One can go on from any token of keys and values alone.
+
+        Returns:
+            The state's prefix; None: there is none.
+        """
+        self.leave(path)
+        nodes, _, _ = self._tree.match(tokens[:lasting] if self.needs_rows else tokens)
+        known = (node.value.prefix for node in reversed(nodes) if node.value is not None)
+        prefix = next((prefix for prefix in known if prefix is not None), None)
+        if prefix is not None:
+            prefix.files.add(path)
+            self.standing[path] = prefix
+        return prefix
+
+    @in_turn
+    def leave(self, path: Path) -> None:
+        """Have a file get no state."""
+        prefix = self.standing.pop(path, None)
+        if prefix is not None:
+            prefix.files.discard(path)
 
     @in_turn
     def touch(self, prefix: Prefix) -> None:
@@ -281,11 +229,11 @@ class PrefixCache:
         # What left the device for it may have taken the node away.
         node = self._node_of(session, known)
         value = node.value = node.value or Known()
-        before, value.prefix = value.prefix, Prefix(node, snapshot)
-        self._on_device[value.prefix] = None
+        prefix = value.prefix = value.prefix or Prefix(node)
+        self._empty(prefix)
+        prefix.snapshot = snapshot
+        self._on_device[prefix] = None
         self.version += 1
-        if before is not None:
-            self.drop(before)
         above = node.parent
         while above is not None and len(above.children) == 1:
             shorter = above.value.prefix if above.value is not None else None
@@ -341,15 +289,10 @@ class PrefixCache:
     @in_turn
     def drop(self, prefix: Prefix) -> None:
         """Forget a prefix."""
-        self._on_device.pop(prefix, None)
-        self._outdated.pop(prefix, None)
-        if prefix in self._on_host:
-            del self._on_host[prefix]
-            assert prefix.offloaded is not None
-            self._host_bytes += prefix.offloaded.count(-1)
-        if prefix.snapshot is not None:
-            prefix.snapshot.close()
-        prefix.snapshot = prefix.offloaded = None
+        self._empty(prefix)
+        for path in prefix.files:
+            del self.standing[path]
+        prefix.files.clear()
         if prefix.node.value is not None and prefix.node.value.prefix is prefix:
             prefix.node.value.prefix = None
         self._prune(prefix.node)
@@ -359,6 +302,18 @@ class PrefixCache:
         """Forget all prefixes."""
         for prefix in [*self._on_device, *self._on_host]:
             self.drop(prefix)
+
+    def _empty(self, prefix: Prefix) -> None:
+        """Give back what a prefix has."""
+        self._on_device.pop(prefix, None)
+        self._outdated.pop(prefix, None)
+        if prefix in self._on_host:
+            del self._on_host[prefix]
+            assert prefix.offloaded is not None
+            self._host_bytes += prefix.offloaded.count(-1)
+        if prefix.snapshot is not None:
+            prefix.snapshot.close()
+        prefix.snapshot = prefix.offloaded = None
 
     def _open_at(self, snapshot: Snapshot, position: int) -> Session:
         """Open a session with the first `position` tokens of a snapshot: if that has a row, with all of them."""
@@ -389,7 +344,7 @@ class PrefixCache:
         return Snapshot(sessions, kept, copied)
 
     def _leave(self, prefix: Prefix) -> None:
-        """Have a prefix leave the device: to the host, if it has room."""
+        """Have a prefix leave the device: to the host, if it has room, or to its files."""
         snapshot = prefix.snapshot
         assert snapshot is not None
         outdated = prefix in self._outdated
@@ -397,7 +352,7 @@ class PrefixCache:
         del self._on_device[prefix]
         prefix.snapshot = None
         self.version += 1
-        if self._most_host_bytes and not outdated:
+        if prefix.files or (self._most_host_bytes and not outdated):
             # The host may have no memory for it.
             with suppress(Exception):
                 prefix.offloaded = self._sessions.tier.offload_prefix(snapshot)
@@ -408,7 +363,10 @@ class PrefixCache:
         self._on_host[prefix] = None
         self._host_bytes += prefix.offloaded.count(1)
         while self._host_bytes > self._most_host_bytes:
-            self.drop(next(iter(self._on_host)))
+            oldest = next(iter(self._on_host))
+            if oldest.files:
+                self.write(oldest)
+            self.drop(oldest)
 
     def _node_of(self, session: Session, known: Node[Known] | None) -> Node[Known]:
         """The node of the tokens that the model has seen of a session. See `keep`."""
@@ -423,7 +381,9 @@ class PrefixCache:
             node.value = None
             self._tree.prune(node)
 
-    def _tokens_of(self, node: Node[Known]) -> list[int]:
+    @in_turn
+    def tokens_of(self, node: Node[Known]) -> list[int]:
+        """The tokens of a node."""
         parts: list[list[int]] = []
         found: Node[Known] | None = node
         while found is not None:

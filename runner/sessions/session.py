@@ -21,7 +21,7 @@ from ostinato.runner.model.steps import Pending, TokenBitmask
 from .history import History
 
 if TYPE_CHECKING:
-    from .host_tier import Offloaded
+    from .offloaded import Offloaded
     from .pages import PageList
     from .sessions import Sessions
     from .slots import CopiedSlot

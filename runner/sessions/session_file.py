@@ -12,10 +12,12 @@ import json
 import os
 import secrets
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import torch
 
 from ostinato.delegate import HostRows
 from ostinato.delegate.errors import SessionFileError
@@ -26,22 +28,28 @@ VERSION = 2
 _PREFIX = struct.Struct("<16sQ32s")
 
 
-def write_session(path: Path, header: dict[str, Any], rows: HostRows) -> None:
+def write_session(path: Path, header: dict[str, Any], body: Sequence[torch.Tensor]) -> None:
     """Write a file. It appears under its name when it is complete.
+
+    Args:
+        path: the file.
+        header: values in JSON's types.
+        body: [n] uint8 each, on the host.
 
     Raises:
         SessionFileError: the file cannot be written.
     """
     digest = hashlib.sha256()
-    for data in rows.data:
+    for data in body:
         digest.update(data.numpy().data)
-    text = json.dumps({**header, "version": VERSION, "bytes": rows.nbytes, "sha256": digest.hexdigest()}).encode()
+    nbytes = sum(data.nbytes for data in body)
+    text = json.dumps({**header, "version": VERSION, "bytes": nbytes, "sha256": digest.hexdigest()}).encode()
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     with _named(path, "written"):
         try:
             with open(beside, "xb") as file:
                 file.write(_PREFIX.pack(MAGIC, len(text), hashlib.sha256(text).digest()) + text)
-                for data in rows.data:
+                for data in body:
                     file.write(data.numpy().data)
             os.replace(beside, path)
         except BaseException:

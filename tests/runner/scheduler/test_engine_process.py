@@ -14,6 +14,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,6 +129,7 @@ class Steps:
     """Stands for an engine, its driver and its scheduler: steps that give large outputs, which the owner must have read."""
 
     failure: str | None = None
+    files = SimpleNamespace(busy=False, finish=lambda: None)
 
     def __init__(self, channel: EngineChannel, count: int) -> None:
         self.driver = self.scheduler = self

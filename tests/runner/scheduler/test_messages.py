@@ -158,12 +158,12 @@ def test_frames_in_any_pieces() -> None:
         found: list[Any] = []
         for begin in range(0, len(data), 7):
             ours.sendall(data[begin : begin + 7])
-            found += channel.receive(wait=True)
+            found += channel.receive(None)
         assert found == list(TO_ENGINE)
         large = [Output("1", 0, list(range(300_000)))]
         for _ in range(3):
             channel.send(large)
-        assert list(channel.receive(wait=False)) == []
+        assert list(channel.receive(0)) == []
         ours.settimeout(30)
         for _ in range(3):
             length = int.from_bytes(_read(ours, LENGTH_BYTES, channel), "little")
@@ -173,7 +173,7 @@ def test_frames_in_any_pieces() -> None:
         ours.sendall(frame(TO_ENGINE[0]) + b"\1")
         ours.close()
         # What came before the end is still a message.
-        assert list(channel.receive(wait=True)) == [TO_ENGINE[0]] and not channel.is_open
+        assert list(channel.receive(None)) == [TO_ENGINE[0]] and not channel.is_open
         channel.send(large)
         channel.drain()
 
@@ -181,6 +181,6 @@ def test_frames_in_any_pieces() -> None:
 def _read(connection: socket.socket, count: int, channel: EngineChannel) -> bytes:
     data = b""
     while len(data) < count:
-        assert list(channel.receive(wait=False)) == []
+        assert list(channel.receive(0)) == []
         data += connection.recv(count - len(data))
     return data
