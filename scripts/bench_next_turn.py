@@ -10,6 +10,7 @@ a question of --question tokens. Its time is that until its first token, alone o
     anew         nothing is known
     device       the prefix cache has the state behind the context on the device
     host         it has it in the host's memory
+    file         it had no room for it, and has written it to a file, which the system keeps in its memory
 
 Then one request asks for half as many answers as --callers to a prompt of --prefix tokens, and as many requests as --callers
 come at once with that many tokens in common and 8 of their own. "computed" is what the engine ran of their prompts.
@@ -26,6 +27,7 @@ import argparse
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -88,15 +90,21 @@ class Bench:
         # The first one loads what the others have.
         for _ in range(1 + arguments.repetitions):
             context = self._tokens(arguments.context)
+            told = context + self._tokens(GENERATION_PROMPT)
             self._engine.reset_prefix_cache()
             if state != "anew":
-                self._ask([context + self._tokens(GENERATION_PROMPT)], shared=len(context))
-            if state == "host":
-                while self._scheduler.prefixes.make_room():
-                    pass
-                self._engine.sessions.tier.settle(wait=True)
+                self._ask([told], shared=len(context))
             turn = context + self._tokens(arguments.answer + arguments.question)
-            found.append(self._ask([turn], shared=len(turn) - GENERATION_PROMPT))
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder) / "state" if state == "file" else None
+                if file is not None:
+                    self._scheduler.prefixes.stand(file, told, len(context))
+                if state in ("host", "file"):
+                    while self._scheduler.prefixes.make_room():
+                        pass
+                    self._engine.sessions.tier.settle(wait=True)
+                    self._scheduler.files.finish()
+                found.append(self._ask([turn], len(turn) - GENERATION_PROMPT, file=file))
         times = [round(1e3 * seconds, 2) for seconds, _, _ in found[1:]]
         _, reused, computed = found[-1]
         return Turn(state, reused, computed, statistics.median(times), times)
@@ -113,7 +121,9 @@ class Bench:
         least = length + number * OWN
         return Shared(f"{number} requests at once", number * (length + OWN), computed, least, 1e3 * seconds)
 
-    def _ask(self, prompts: list[list[int]], shared: int | None = None, answers: int = 1) -> tuple[float, int, int]:
+    def _ask(
+        self, prompts: list[list[int]], shared: int | None = None, answers: int = 1, file: Path | None = None
+    ) -> tuple[float, int, int]:
         """Answer prompts with a token each. Returns the seconds until all are there, and tokens reused and computed."""
         scheduler = self._scheduler
         before = scheduler.stats.prompt_tokens
@@ -122,6 +132,7 @@ class Bench:
             known = None if shared is None else [shared]
             request = Request(id=str(next(self._names)), tokens=tokens, max_tokens=1, n=answers, shared=known)
             request.ignore_eos, request.goes_on = True, False
+            request.state_file = None if file is None else str(file)
             scheduler.add(request)
         left = answers * len(prompts)
         while left:
@@ -155,7 +166,7 @@ def run(arguments: argparse.Namespace) -> tuple[list[Turn], list[Shared], str]:
             if host_bytes:
                 turns.append(bench.turns("host", arguments))
             else:
-                turns += [bench.turns("anew", arguments), bench.turns("device", arguments)]
+                turns += [bench.turns(state, arguments) for state in ("anew", "device", "file")]
                 shared = [bench.answers(callers // 2, arguments.prefix), bench.callers(callers, arguments.prefix)]
             device = device_name(engine.program.device)
     return turns, shared, device

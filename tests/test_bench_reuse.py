@@ -88,6 +88,7 @@ def test_next_turns(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert [(one["state"], one["reused"], one["computed"]) for one in found["turns"]] == [
         ("anew", 0, 330),
         ("device", 300, 30),
+        ("file", 300, 30),
         ("host", 300, 30),
     ]
     # Two answers cost one prompt; four requests cost what they have in common once, and 8 tokens each.
