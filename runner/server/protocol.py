@@ -185,6 +185,8 @@ class GenerationBody(Body):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
     verbosity: str | None = None
 
 

@@ -45,6 +45,17 @@ def test_several_answers_and_prompts(client: Any) -> None:
     assert texts == [choice.text for choice in answer.choices]
 
 
+def test_parameters_for_another_service_change_nothing(client: Any) -> None:
+    """What OpenAI keeps, bills or watches by. Clients send these to any server."""
+    others = {
+        **{"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "s"},
+        **{"prompt_cache_key": "k", "prompt_cache_options": {"ttl": "1h"}, "prompt_cache_retention": "24h"},
+        "verbosity": "low",
+    }
+    answer = client.chat.completions.create(**ASK, extra_body=others)
+    assert answer.choices[0].message.content == "Paris"
+
+
 def test_stop_strings(client: Any) -> None:
     answer = client.chat.completions.create(**ASK, stop=["r"])
     assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("Pa", "stop")
