@@ -423,8 +423,9 @@ _REFUSED = {
 DOCUMENTED: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer, "description": text} for status, text in _REFUSED.items()
 }
-# Of answers that may come as events.
-WITH_EVENTS = DOCUMENTED | {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+# Of answers that may come as events. As is usual before OpenAPI 3.2, the schema is that of each event.
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+WITH_EVENTS = DOCUMENTED | {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
