@@ -1,4 +1,4 @@
-"""What has become of a process, in words."""
+"""State and end of a process of the system."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def end_text(status: int) -> str:
-    """How a process has ended: its exit status, or minus the signal that killed it, in words."""
+    """Describe the end of a process, by its exit status, or minus the signal that killed it."""
     if status >= 0:
         return f"exit status {status}; what it said is on stderr"
     name = signal.Signals(-status).name

@@ -155,10 +155,13 @@ class PrefixReuse:
 
     def _reads(self, answer: Answer, idle: bool) -> bool:
         """Whether the state that an answer goes on from is being read from its file."""
-        path, position = answer.request.state_file, self.find(answer).position
+        path = answer.request.state_file
+        if path is None:
+            return False
+        position = self.find(answer).position
         # A state that stands in the cache is no older than its file. The cache may lose it until the answer has a session.
         looked = answer.looked is not None and position >= answer.looked
-        if path is not None and not looked and Path(path) not in self.cache.standing:
+        if not looked and Path(path) not in self.cache.standing:
             answer.looked = position
             answer.reading = self.files.read(Path(path), answer.tokens, position + MIN_SHARED)
         if answer.reading is None:

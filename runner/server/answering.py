@@ -41,7 +41,7 @@ _SHORT_CHARACTERS = 1 << 11
 
 @dataclass
 class Piece:
-    """What outputs that came together give one choice.
+    """Text and tokens that outputs which came together give one choice.
 
     Attributes:
         text, reasoning: new text.
@@ -173,7 +173,7 @@ class Generation:
                 self.turn[0].release()
 
     def _read(self, outputs: Sequence[Output]) -> list[tuple[Choice, Piece]]:
-        """What outputs give to choices that have not ended."""
+        """Read outputs. Returns the new pieces of choices that had not ended."""
         now = time.perf_counter()
         mine: dict[Choice, list[Output]] = {}
         for output in outputs:
@@ -253,14 +253,18 @@ class Answering:
     async def chat(self, body: ChatBody, turn: Turn | None = None) -> Generation:
         """`turn`: of a session that the messages follow. Raises InputError, OptionError: the body cannot be done."""
         characters = _characters(body.messages)
-        if turn is not None or body.chat_template_kwargs or any(message.model_extra for message in body.messages):
-            # What the chat template gets besides may be of any size.
-            characters = max(characters, _SHORT_CHARACTERS + 1)
+        # What the chat template gets besides may be of any size.
+        more = turn is not None or body.chat_template_kwargs or any(one.model_extra for one in body.messages)
+        if characters <= _SHORT_CHARACTERS and not more:
+            return self._chat(body, turn)
         return await self._in_thread(characters, self._chat, body, turn)
 
     async def completion(self, body: CompletionBody) -> Generation:
         """Raises InputError, OptionError: what the body asks for cannot be done."""
-        return await self._in_thread(_characters(_prompts_of(body)), self._completion, body)
+        characters = _characters(_prompts_of(body))
+        if characters <= _SHORT_CHARACTERS:
+            return self._completion(body)
+        return await self._in_thread(characters, self._completion, body)
 
     async def tokenize(
         self,
@@ -281,17 +285,14 @@ class Answering:
                 found["token_strs"] = [self.tokenizer.decode([token]) for token in tokens]
             return found
 
-        characters = _characters([prompt] if isinstance(prompt, str) else prompt)
-        return await self._in_thread(max(characters, _SHORT_CHARACTERS + 1), encode)
+        return await self._in_thread(_characters([prompt] if isinstance(prompt, str) else prompt), encode)
 
     async def detokenize(self, tokens: list[int]) -> str:
         """The text of token ids."""
         return await self._in_thread(len(tokens), self.tokenizer.decode, tokens)
 
     async def _in_thread(self, characters: int, function: Any, *arguments: Any) -> Any:
-        """What a function gives, to which texts of so many characters go."""
-        if characters <= _SHORT_CHARACTERS:
-            return function(*arguments)
+        """Call a function in a thread, one of those for texts of so many characters."""
         pool = self._pool if characters < _LONG_CHARACTERS else self._long_pool
         return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
 
@@ -343,7 +344,7 @@ class Answering:
         return Prompt([], given, None, True), self.tokenizer.decode(given) if echo else ""
 
     def _asked(self, body: GenerationBody, limit: int, logprobs: int | None) -> TextRequest:
-        """What a body asks for, but for its prompts. Raises OptionError: values that do not go together."""
+        """The request in a body, but for its prompts. Raises OptionError: values that do not go together."""
         given = _with_all_tokens({name: getattr(body, name) for name in _OPTIONS})
         if given["seed"] is not None:
             given["seed"] %= 1 << 64

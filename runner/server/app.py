@@ -50,7 +50,7 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 @dataclass
 class Service:
-    """What the routes work with.
+    """Parts of the server that the routes work with.
 
     Attributes:
         engine: the engine.
@@ -192,7 +192,7 @@ def make_app(service: Service) -> FastAPI:
 
     @app.get("/metrics", response_class=PlainTextResponse, responses=protocol.documented(503))
     async def metrics() -> Response:
-        """What the server has counted, for Prometheus."""
+        """Counts of the server, for Prometheus."""
         return PlainTextResponse(service.metrics.text(await engine.describe()), media_type=CONTENT_TYPE)
 
     @app.get("/health", response_model=protocol.Health, responses=protocol.documented(503))

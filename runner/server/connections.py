@@ -1,4 +1,4 @@
-"""What a connection may take before the gate sees its request, and beside it."""
+"""Limits of a connection: time and bytes that the gate, which sees whole requests, cannot limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `/metrics` says, in Prometheus's format: with vLLM's names where it has them, so that its dashboards show it."""
+"""Metrics for `/metrics`, in Prometheus's format: with vLLM's names where it has them, so that its dashboards show it."""
 
 from __future__ import annotations
 

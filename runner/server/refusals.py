@@ -9,7 +9,7 @@ from . import protocol
 
 
 def refusal(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str, str | None]:
-    """What is wrong with a body, and the parameter that is.
+    """The fault of a body, and the parameter that has it.
 
     Args:
         errors: what the check has found, one or more, as pydantic lists it; each `loc` begins with the word "body".

@@ -27,7 +27,7 @@ def event(body: dict[str, Any]) -> bytes:
 
 
 class Form(ABC):
-    """How the answers of one endpoint look.
+    """Form of the answers of one endpoint.
 
     Args:
         model: the model's name.
@@ -50,11 +50,11 @@ class Form(ABC):
         return self._head(self.kind) | {"choices": choices, "usage": self.generation.usage()}
 
     def events(self, ready: list[tuple[Choice, Piece]]) -> bytes:
-        """What is new, as events."""
+        """New pieces, as events."""
         return b"".join(self._events_of(choice, piece) for choice, piece in ready)
 
     def last_events(self) -> bytes:
-        """What follows the last piece."""
+        """Events behind the last piece."""
         usage = b""
         if self._includes_usage:
             head = self._head(self.event_kind)
@@ -67,10 +67,10 @@ class Form(ABC):
 
     @abstractmethod
     def delta(self, choice: Choice, piece: Piece, first: bool) -> dict[str, Any]:
-        """What is new of a choice."""
+        """The new part of a choice."""
 
     def of_prompt(self) -> dict[str, Any]:
-        """What the whole answer, or its first event, says of the prompt."""
+        """The prompt's values in the whole answer, or in its first event."""
         return {}
 
     def _events_of(self, choice: Choice, piece: Piece) -> bytes:

@@ -39,7 +39,7 @@ _LOOK_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """How to serve.
+    """Options of a server.
 
     Attributes:
         artifact: the artifact's folder.

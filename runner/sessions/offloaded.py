@@ -15,7 +15,7 @@ from .session import SessionState
 
 @dataclass
 class Offloaded:
-    """What a session has on the device, in the host's memory.
+    """Copy in the host's memory of all that a session has on the device.
 
     Attributes:
         rows: its slot, the pages by group that it does not share, and its logits if it has any.

@@ -1,4 +1,4 @@
-"""What the prefix cache keeps, and what it finds."""
+"""Records of the prefix cache: a kept state, a hit, and sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a session file has of a session: its bookkeeping in the header, and in the body its rows as offloading moves them."""
+"""Contents of a session file: a session's bookkeeping in the header, and in the body its rows as offloading moves them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class SavedState:
         return found if logits is None else [*found, ("logits", StateRows({"logits": logits[None]}))]
 
     def _header(self, offloaded: Offloaded, state: SessionState) -> dict[str, Any]:
-        """What `read` needs beside the rows, in JSON's types."""
+        """The values, in JSON's types, that `read` needs beside the rows."""
         # A token that was sampled from logits is sampled again.
         pending = [] if offloaded.logits is not None else state.pending
         logits = offloaded.logits

@@ -1,4 +1,4 @@
-"""State files: where state goes for which the prefix cache has no more room, and from where it comes back.
+"""State files: they take the state for which the prefix cache has no more room, and give it back.
 
 Threads write and read them beside the steps, and touch the host's memory and the files alone.
 """
@@ -16,7 +16,7 @@ from ostinato.delegate.errors import OstinatoError, SessionFileError
 from ostinato.runner.text.common_prefix import common_length
 
 from .history import History
-from .offloaded import OnHost
+from .offloaded import Offloaded, OnHost
 from .pages import Kept
 from .prefix import Prefix
 from .prefix_cache import PrefixCache
@@ -114,8 +114,7 @@ class StateFiles:
             offloaded.rows.mark.wait()
         else:
             offloaded = prefix.offloaded
-        tokens = self._cache.tokens_of(prefix.node)
-        return self._add({path}, OnHost(offloaded, SessionState(History(tokens), len(tokens), len(tokens))))
+        return self._add({path}, prefix, offloaded)
 
     def leave(self, path: Path) -> Future[None]:
         """Write nothing to a file any more. Returns when that is so."""
@@ -191,12 +190,12 @@ class StateFiles:
         if self._is_full(prefix.offloaded.nbytes):
             self.stats.given_up += 1
             return
-        tokens = self._cache.tokens_of(prefix.node)
-        state = SessionState(History(tokens), len(tokens), len(tokens))
-        self._add(set(prefix.files), OnHost(prefix.offloaded, state))
+        self._add(set(prefix.files), prefix, prefix.offloaded)
 
-    def _add(self, paths: set[Path], given: OnHost) -> Future[None]:
-        write = _Write(paths, given)
+    def _add(self, paths: set[Path], prefix: Prefix, offloaded: Offloaded) -> Future[None]:
+        """Have a prefix's copy on the host be written to files. Returns when it is."""
+        tokens = self._cache.tokens_of(prefix.node)
+        write = _Write(paths, OnHost(offloaded, SessionState(History(tokens), len(tokens), len(tokens))))
         self._copying.append(write)
         self.settle()
         return write.done
@@ -215,7 +214,7 @@ class StateFiles:
         self.settle()
 
     def _position(self, pages: Sequence[Kept], state: SessionState, tokens: Sequence[int]) -> int:
-        """How many of the tokens a session has that goes on from this state; 0: it cannot. The last one is computed."""
+        """Number of the tokens that a session has if it goes on from this state; 0: it cannot. The last one is computed."""
         known = state.history.tokens[: state.seen]
         common, limit = common_length(known, list(tokens)), len(tokens) - 1
         if self._cache.needs_rows:
