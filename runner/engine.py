@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -384,26 +384,28 @@ class Engine:
                 readers[request.id] = number, dict(enumerate(answer_readers(asked, request, tokenizer)))
                 yield request
 
-        for output in self.driver.outputs_of_all(prepared()):
-            number, answers = readers[output.id]
-            reader = answers[output.index]
-            if output.finish_reason is not None:
-                # The scheduler's last word on this answer.
-                del answers[output.index]
-                if not answers:
-                    del readers[output.id]
-            if reader.ended:
-                continue
-            # The result has the error.
-            with suppress(OstinatoError):
-                reader.read(output)
-            while refused:
-                yield refused.popleft()
-            if reader.ended:
-                if output.finish_reason is None:
-                    # A stop string has ended it.
-                    self.driver.cancel(output.id, output.index)
-                yield number, output.index, reader.result
+        # Closed at once, and not when the interpreter drops it.
+        with closing(self.driver.outputs_of_all(prepared())) as outputs:
+            for output in outputs:
+                number, answers = readers[output.id]
+                reader = answers[output.index]
+                if output.finish_reason is not None:
+                    # The scheduler's last word on this answer.
+                    del answers[output.index]
+                    if not answers:
+                        del readers[output.id]
+                if reader.ended:
+                    continue
+                # The result has the error.
+                with suppress(OstinatoError):
+                    reader.read(output)
+                while refused:
+                    yield refused.popleft()
+                if reader.ended:
+                    if output.finish_reason is None:
+                        # A stop string has ended it.
+                        self.driver.cancel(output.id, output.index)
+                    yield number, output.index, reader.result
         yield from refused
 
     def swap(self, path: str | PathLike[str], **options: Any) -> None:

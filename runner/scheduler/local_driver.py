@@ -77,10 +77,15 @@ class LocalDriver:
         """
         arrived, going_on = deque[Output](), dict[str, int]()
         waiting = iter(requests)
+        more = True
         try:
-            while True:
+            while more or going_on:
                 with self.lock:
-                    while self.scheduler.has_few_waiting and (request := next(waiting, None)) is not None:
+                    while more and self.scheduler.has_few_waiting:
+                        request = next(waiting, None)
+                        if request is None:
+                            more = False
+                            break
                         going_on[request.id] = request.n
                         self._arrived[request.id] = arrived
                         try:
@@ -88,10 +93,9 @@ class LocalDriver:
                         except OstinatoError as error:
                             refused = Ended.of(error)
                             arrived += [Output(request.id, i, (), (), "error", refused) for i in range(request.n)]
-                    while going_on and not arrived:
+                    # Others may have filled the queue.
+                    if not arrived and (more or going_on):
                         self._step()
-                if not going_on:
-                    return
                 while arrived:
                     output = arrived.popleft()
                     if output.finish_reason is not None:

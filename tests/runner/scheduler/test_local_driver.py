@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import pytest
 
 from ostinato.delegate.errors import InputError, OptionError, StepError
 from ostinato.runner import Engine, TextRequest
+from ostinato.runner.scheduler.messages import Output, Request
 
 from .driving import SEEDED, alone, assert_all_free, prompt
 
@@ -112,9 +113,28 @@ def test_a_step_that_raises(engine: Engine, monkeypatch: pytest.MonkeyPatch, n: 
     )
 
 
-def test_leaving_in_the_middle(engine: Engine) -> None:
+def test_beside_others_that_fill_the_queue(engine: Engine) -> None:
+    asked = [TextRequest(prompt=QUESTION.format(country), max_new_tokens=30, ignore_eos=True) for country in COUNTRIES]
+    first, second = engine.generate_each(iter(asked)), engine.generate_each(iter(asked[:2]))
+    found = [next(first)]
+    assert not engine.driver.scheduler.has_few_waiting
+    assert {number for number, _, result in second if result.finish_reason == "length"} == {0, 1}
+    found += first
+    assert sorted(number for number, _, _ in found) == list(range(len(asked)))
+
+
+def test_leaving_in_the_middle(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results that nobody takes any more are cancelled, and so is what came before an error of the iterator."""
     asked = [TextRequest(prompt=QUESTION.format(country), max_new_tokens=100, ignore_eos=True) for country in COUNTRIES]
+    outputs_of_all = engine.driver.outputs_of_all
+    kept = []
+
+    def keeps(requests: Iterator[Request]) -> Generator[Output, None, None]:
+        """Some interpreters drop what a closed generator has later."""
+        kept.append(outputs_of_all(requests))
+        return kept[-1]
+
+    monkeypatch.setattr(engine.driver, "outputs_of_all", keeps)
     each = engine.generate_each(iter(asked))
     next(each)
     each.close()  # type: ignore[attr-defined]
