@@ -27,7 +27,7 @@ from .scheduler.step_times import StepTimes
 from .sessions.session import Session
 from .sessions.sessions import Sessions
 from .sessions.warm_up import WarmUp, warm_up
-from .stream import DEFAULT_MAX_NEW_TOKENS, Result, Stream
+from .stream import DEFAULT_MAX_NEW_TOKENS, Piece, Result, Stream
 from .text.prompts import check_prompt, encode_prompt
 from .text.tokenizer import Message, Tokenizer
 from .text_request import TextRequest, answer_readers, explains_options
@@ -303,16 +303,12 @@ class Engine:
             ignore_eos=ignore_eos,
             stop=stop,
         )
-        answer = self.answer(asked)
-        return Stream((text for text in answer if text), answer.result)
+        return self._stream(asked, lambda text, _: text or None)
 
     def answer(self, asked: TextRequest) -> Stream[str]:
         """Return the answer to a request with `n=1`, as `generate` does. After a step that completes no text, as one with a
         part of the prompt, there is an empty piece: the stream can be closed there."""
-        request = asked.for_scheduler(self.driver.new_id(), self.tokenizer)
-        self.driver.check(request)
-        (reader,) = answer_readers(asked, request, self.tokenizer)
-        return Stream((text for text, _ in self._read(request, reader)), reader.result)
+        return self._stream(asked, lambda text, _: text)
 
     @explains_options
     def generate_tokens(
@@ -333,12 +329,11 @@ class Engine:
         request = asked.with_tokens(self.driver.new_id(), token_ids(tokens))
         self.driver.check(request)
         reader = AnswerReader(len(request.tokens))
-        pieces = (
-            output.tokens[0]
-            for _, output in self._read(request, reader)
-            if output.tokens and output.finish_reason != "stop"
-        )
-        return Stream(pieces, reader.result)
+
+        def token(_: str, output: Output) -> int | None:
+            return output.tokens[0] if output.tokens and output.finish_reason != "stop" else None
+
+        return Stream(self._pieces(request, reader, token), reader.result)
 
     @explains_options
     def generate_all(self, prompts: Iterable[str | Sequence[Message]], **options: Any) -> list[Result]:
@@ -384,7 +379,7 @@ class Engine:
                 readers[request.id] = number, dict(enumerate(answer_readers(asked, request, tokenizer)))
                 yield request
 
-        # Closed at once, and not when the interpreter drops it.
+        # Closed at once, as in `_pieces`.
         with closing(self.driver.outputs_of_all(prepared())) as outputs:
             for output in outputs:
                 number, answers = readers[output.id]
@@ -437,11 +432,25 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _read(self, request: Request, reader: AnswerReader) -> Generator[tuple[str, Output], None, None]:
-        """Yield the text of each output, and the output. The result is complete at the end, also of a closed generator."""
+    def _stream(self, asked: TextRequest, piece: Callable[[str, Output], str | None]) -> Stream[str]:
+        request = asked.for_scheduler(self.driver.new_id(), self.tokenizer)
+        self.driver.check(request)
+        (reader,) = answer_readers(asked, request, self.tokenizer)
+        return Stream(self._pieces(request, reader, piece), reader.result)
+
+    def _pieces(
+        self, request: Request, reader: AnswerReader, piece: Callable[[str, Output], Piece | None]
+    ) -> Generator[Piece, None, None]:
+        """Yield what `piece` makes of the text of each output, and the output, but None. The result is complete at the end,
+        also of a closed generator."""
         result = reader.result
         try:
-            yield from reader.read_all(self.driver.outputs(request))
+            # Closed at once: not every interpreter drops an iterator with the generator that reads it.
+            with closing(reader.read_all(self.driver.outputs(request))) as answer:
+                for text, output in answer:
+                    found = piece(text, output)
+                    if found is not None:
+                        yield found
         finally:
             result.methods = self.model.method_stats
             stats = self.program.stats

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from ostinato.delegate.errors import InputError, OptionError, StepError
-from ostinato.runner import Engine, TextRequest
-from ostinato.runner.scheduler.messages import Output, Request
+from ostinato.runner import Conversation, Engine, TextRequest
+from ostinato.runner.answer_reader import AnswerReader
+from ostinato.runner.stream import Stream
 
 from .driving import SEEDED, alone, assert_all_free, prompt
 
@@ -128,15 +129,7 @@ def test_beside_others_that_fill_the_queue(engine: Engine) -> None:
 def test_leaving_in_the_middle(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results that nobody takes any more are cancelled, and so is what came before an error of the iterator."""
     asked = [TextRequest(prompt=QUESTION.format(country), max_new_tokens=100, ignore_eos=True) for country in COUNTRIES]
-    outputs_of_all = engine.driver.outputs_of_all
-    kept = []
-
-    def keeps(requests: Iterator[Request]) -> Generator[Output, None, None]:
-        """Some interpreters drop what a closed generator has later."""
-        kept.append(outputs_of_all(requests))
-        return kept[-1]
-
-    monkeypatch.setattr(engine.driver, "outputs_of_all", keeps)
+    keep_generators(monkeypatch, engine.driver, "outputs_of_all")
     each = engine.generate_each(iter(asked))
     next(each)
     each.close()  # type: ignore[attr-defined]
@@ -147,6 +140,38 @@ def test_leaving_in_the_middle(engine: Engine, monkeypatch: pytest.MonkeyPatch) 
 
     with pytest.raises(OSError, match="no more lines"):
         list(engine.generate_each(lines()))
+
+
+@pytest.mark.parametrize("stream", ["generate", "answer", "generate_tokens", "chat"])
+def test_closing_a_stream(engine: Engine, monkeypatch: pytest.MonkeyPatch, stream: str) -> None:
+    keep_generators(monkeypatch, AnswerReader, "read_all")
+    question = QUESTION.format("France")
+    if stream == "generate":
+        pieces: Stream[str] | Stream[int] = engine.generate(question, max_new_tokens=100, ignore_eos=True)
+    elif stream == "answer":
+        pieces = engine.answer(TextRequest(prompt=question, max_new_tokens=100, ignore_eos=True))
+    elif stream == "generate_tokens":
+        pieces = engine.generate_tokens(prompt(1, 9), max_new_tokens=100, ignore_eos=True)
+    else:
+        pieces = Conversation(engine).ask(question)
+    next(pieces)
+    stats = engine.driver.scheduler.stats
+    assert stats.prefilling + stats.decoding == 1
+    pieces.close()
+    stats = engine.driver.scheduler.stats
+    assert stats.prefilling + stats.decoding == 0
+
+
+def keep_generators(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> None:
+    """Keep what a method returns: some interpreters drop what a closed generator reads later."""
+    make: Callable[..., Generator[object, None, None]] = getattr(owner, name)
+    kept: list[Generator[object, None, None]] = []
+
+    def keeps(*arguments: object) -> Generator[object, None, None]:
+        kept.append(make(*arguments))
+        return kept[-1]
+
+    monkeypatch.setattr(owner, name, keeps)
 
 
 def test_several_answers(engine: Engine) -> None:
