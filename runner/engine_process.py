@@ -234,8 +234,9 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Answer the owner, whose socket's number is the argument. The process ends when the owner does."""
-    # Ctrl-C in a terminal is the owner's.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C in a terminal and a service manager's SIGTERM go to all processes. They are the owner's, which may await answers.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     # What libraries print is not the owner's output.
     os.dup2(2, 1)
     channel = EngineChannel(socket.socket(fileno=int(sys.argv[1])))

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import resource
+import signal
 import socket
 import threading
 import time
@@ -423,7 +424,9 @@ def test_a_server_that_drains(capitals_artifact: Path) -> None:
         with connected(port) as connection:
             connection.sendall(head(port, *lines, f"Content-Length: {len(body)}", "Expect: 100-continue"))
             assert connection.recv(25) == b"HTTP/1.1 100 Continue\r\n\r\n"
-            server.process.terminate()
+            # A service manager sends it to all processes of the server.
+            for pid in (server.running.engine, server.process.pid):
+                os.kill(pid, signal.SIGTERM)
             answer = requests.get(f"{server.url}/v1/models", headers=right, timeout=PATIENCE)
             while answer.status_code == 200:
                 answer = requests.get(f"{server.url}/v1/models", headers=right, timeout=PATIENCE)
