@@ -226,7 +226,9 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
     for name in options:
         if name not in known:
             raise OptionError(f"unknown option {name!r}: the options are {', '.join(known)}")
-    check_options(options.get("max_step_ms"), options.get("max_waiting", DEFAULT_MAX_WAITING))
+    check_options(
+        options.get("max_step_ms"), options.get("max_waiting", DEFAULT_MAX_WAITING), options.get("host_cache_bytes", 0)
+    )
     if options.get("digest") is not None:
         parse_digest(options["digest"])
     return options
