@@ -138,6 +138,7 @@ def test_no_key_or_a_wrong_one(keyed: Gated, given: str | None) -> None:
     for answer in (keyed.get(**headers), keyed.post(b"{}", **headers), keyed.get("/health/", **headers)):
         assert error_of(answer) == (401, "invalid_api_key")
         assert answer.json()["error"]["type"] == "authentication_error"
+        assert answer.headers["WWW-Authenticate"] == "Bearer"
         assert "first-key" not in answer.text
     for path in OPEN_PATHS:
         answer = keyed.get(path, **headers)
@@ -185,7 +186,7 @@ def test_the_largest_body() -> None:
         for data in (b" " * 1001, iter([b" " * 600, b" " * 401])):
             answer = found.post(data)
             assert error_of(answer) == (413, "body_too_large")
-            assert answer.json()["error"]["message"] == "the body has more than 1,000 bytes"
+            assert answer.json()["error"]["message"] == "the body has more than 1,000 bytes, which is the most"
             assert answer.headers["Connection"] == "close"
 
 
