@@ -68,7 +68,7 @@ class Engine:
         prefix_caching: bool = True,
         digest: str | None = None,
     ) -> None:
-        check_options(max_step_ms, max_waiting)
+        check_options(max_step_ms, max_waiting, host_cache_bytes)
         self.model = Model(program, cuda_graph, warmup_steps, prefill_buckets, row_buckets)
         self.sessions = Sessions(self.model)
         clock = time.perf_counter
@@ -127,7 +127,7 @@ class Engine:
         Raises:
             ArtifactError, TargetError: see `load_program`.
             OptionError: a bucket that this program or `cuda_graph` does not allow, `max_step_ms` not above 0, `max_waiting`
-                below 1; see also `load_program`.
+                below 1, `host_cache_bytes` below 0; see also `load_program`.
             DeviceMemoryError: see `Program.load_method`.
         """
         if snapshots is None and gpu_memory_fraction is None:

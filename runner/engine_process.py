@@ -226,7 +226,9 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
     for name in options:
         if name not in known:
             raise OptionError(f"unknown option {name!r}: the options are {', '.join(known)}")
-    check_options(options.get("max_step_ms"), options.get("max_waiting", DEFAULT_MAX_WAITING))
+    check_options(
+        options.get("max_step_ms"), options.get("max_waiting", DEFAULT_MAX_WAITING), options.get("host_cache_bytes", 0)
+    )
     if options.get("digest") is not None:
         parse_digest(options["digest"])
     return options
@@ -234,8 +236,9 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Answer the owner, whose socket's number is the argument. The process ends when the owner does."""
-    # Ctrl-C in a terminal is the owner's.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C in a terminal and a service manager's SIGTERM go to all processes. They are the owner's, which may await answers.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     # What libraries print is not the owner's output.
     os.dup2(2, 1)
     channel = EngineChannel(socket.socket(fileno=int(sys.argv[1])))

@@ -124,7 +124,8 @@ class Fuzz:
     def _body(self, schema: Mapping[str, Any]) -> dict[str, Any]:
         """A body that fits, but for one to four of its parameters."""
         random = self._random
-        properties = self._resolved(schema)["properties"]
+        # One that may be left out may be null, too.
+        properties = self._resolved(schema.get("anyOf", [schema])[0])["properties"]
         body: dict[str, Any] = {"temperature": 0, "max_tokens": random.randint(1, 8)} if "n" in properties else {}
         body |= {"messages": _MESSAGES} if "messages" in properties else {"prompt": "The capital of Peru is"}
         if "tokens" in properties:

@@ -263,7 +263,10 @@ def _spec(arguments: argparse.Namespace) -> LoadSpec:
         raise OptionError("with --load, -p, -n and --sampling are given once")
     check_sampling(sampling[0])
     max_waiting = DEFAULT_MAX_WAITING if arguments.max_waiting is None else arguments.max_waiting
-    check_options(arguments.max_step_ms, max_waiting, ("--max-step-ms", "--max-waiting"))
+    check_options(
+        *(arguments.max_step_ms, max_waiting, arguments.host_cache_bytes or 0),
+        ("--max-step-ms", "--max-waiting", "--host-cache-bytes"),
+    )
     if arguments.rate is not None:
         loads = [Load(rate=rate) for rate in _rates(arguments.rate)]
     else:

@@ -1,7 +1,7 @@
 """Show what an artifact holds: methods, metadata, constants by size, and what it was compiled for.
 
 Nothing is run, and the artifact may have been compiled for another machine. With --verify all of it is read, and what is
-printed is the digest that run, chat and bench take, or a line for each part that is damaged.
+printed is the digest that run, chat, bench and serve take, or a line for each part that is damaged.
 Exit status: 0 done, 1 --verify has found damage, 2 an error in the arguments or the files.
 """
 

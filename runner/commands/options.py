@@ -49,15 +49,17 @@ def add_graph_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_load_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `Engine.load` that `run`, `chat` and `bench` share."""
+def add_load_options(parser: argparse.ArgumentParser, sessions: str = "1") -> None:
+    """Add the options of `Engine.load` that `run`, `chat`, `bench` and `serve` share. `sessions`: the default, in words."""
     parser.add_argument(
         "--digest",
         type=_digest,
         metavar="sha256:HEX",
         help="run this artifact alone, and none of the code of another one; inspect --verify prints it",
     )
-    parser.add_argument("--sessions", type=int, metavar="N", help="conversations to make room for (default: 1)")
+    parser.add_argument(
+        "--sessions", type=int, metavar="N", help=f"conversations to make room for (default: {sessions})"
+    )
     parser.add_argument(
         "--kv-tokens",
         type=int,

@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-prefix-caching", action="store_true", help="compute each prompt from its first token on")
     parser.add_argument("--no-log-requests", action="store_true", help="log no line for each request")
     parser.add_argument("--log-prompts", action="store_true", help="log prompts and answers, too")
-    add_load_options(parser)
+    add_load_options(parser, f"{_SESSIONS_CPU}, with a GPU {_SESSIONS_GPU}")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -90,7 +90,10 @@ def main(arguments: argparse.Namespace) -> int:
     for name in ("drain_seconds", "session_ttl"):
         if not getattr(arguments, name) >= 0:
             raise OptionError(f"--{name.replace('_', '-')} takes 0 or more, got {getattr(arguments, name)}")
-    check_options(arguments.max_step_ms, arguments.max_waiting, ("--max-step-ms", "--max-waiting"))
+    check_options(
+        *(arguments.max_step_ms, arguments.max_waiting, arguments.host_cache_bytes),
+        ("--max-step-ms", "--max-waiting", "--host-cache-bytes"),
+    )
     keys = read_keys(arguments.api_key_file)
     if not keys and not _is_loopback(arguments.host):
         say(

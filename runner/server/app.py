@@ -179,6 +179,8 @@ def make_app(service: Service) -> FastAPI:
     async def detokenize(body: protocol.DetokenizeBody) -> Response:
         """The text of token ids."""
         _check_model(service, body.model)
+        if (largest := max(body.tokens, default=0)) >= engine.limits.vocab:
+            raise InputError(f"tokens must lie in 0 to {engine.limits.vocab - 1}, got {largest}")
         return json_response({"prompt": await answering.detokenize(body.tokens)})
 
     @app.get("/tokenizer_info", response_model=protocol.TokenizerInfo, responses=protocol.documented(401, 503))
@@ -302,6 +304,10 @@ class ClientGoneError(OstinatoError):
     """The client has closed its connection."""
 
 
+class NoModelError(OstinatoError):
+    """Another model is served."""
+
+
 async def until_gone(receive: Receive, work: Awaitable[Got]) -> Got:
     """Wait for work, but no longer than the client does. Raises ClientGoneError."""
 
@@ -335,8 +341,13 @@ def _error(request: Request, error: Exception) -> tuple[int, dict[str, Any], dic
             return 400, error_body("context_length_exceeded", text), {}
         case InputError() | OptionError() | CapacityError():
             return 400, error_body(None, text), {}
-        case EngineProcessError() | ClosedError():
+        case EngineProcessError():
             return 503, error_body("engine_unavailable", text, "server_error"), {}
+        case ClosedError():
+            # The server closes its engine when --drain-seconds are over.
+            return 503, error_body("shutting_down", "the server ends before this answer does", "server_error"), {}
+        case NoModelError():
+            return 404, error_body("model_not_found", text, param="model"), {}
         case NoSessionError():
             return 404, error_body("session_not_found", text), {}
         case BusySessionError():
@@ -350,8 +361,9 @@ def _error(request: Request, error: Exception) -> tuple[int, dict[str, Any], dic
 
 async def _failed(request: Request, error: Exception) -> Response:
     status, body, headers = _error(request, error)
-    if status >= 500:
-        log.error("%s %s", request.state.id, body["error"]["message"])
+    if status >= 499:
+        # A client that has gone away is nobody's fault, and reads no answer.
+        log.log(logging.INFO if status == 499 else logging.ERROR, "%s %s", request.state.id, body["error"]["message"])
     return json_response(body, status, headers)
 
 
@@ -363,19 +375,26 @@ async def _broken(request: Request, error: Exception) -> Response:
 
 async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    what, param = refusal(error.errors(), error.body)
+    errors = error.errors()
+    if errors[0]["loc"][0] == "path":
+        return await _refused(request, HTTPException(404))
+    what, param = refusal(errors, error.body)
     return json_response(error_body(None, what, param=param), 400)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    headers = dict(error.headers or {})
-    if error.status_code == 405:
+    headers, path = dict(error.headers or {}), repr(request.url.path[:80])
+    what = str(error.detail)
+    if error.status_code == 404:
+        what = f"there is no {path} here: /openapi.json lists what there is"
+    elif error.status_code == 405:
         # Each route knows of its own methods alone, and the gate makes GET of HEAD.
         found = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
         methods: set[str] = set().union(*(route.methods for route in found))
         headers["Allow"] = ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))
-    return json_response(error_body(None, str(error.detail)), error.status_code, headers)
+        what = f"{path} takes {headers['Allow']}, got {request.method}"
+    return json_response(error_body(None, what), error.status_code, headers)
 
 
 def _store(service: Service) -> SessionStore:
@@ -386,9 +405,9 @@ def _store(service: Service) -> SessionStore:
 
 
 def _check_model(service: Service, name: str | None) -> None:
-    """Raises HTTPException: another model is served."""
+    """Raises NoModelError."""
     if name is not None and name != service.name:
-        raise HTTPException(404, f"there is no model {name!r}: this server has {service.name!r}")
+        raise NoModelError(f"there is no model {name!r}: this server has {service.name!r}")
 
 
 # --- helpers

@@ -134,7 +134,9 @@ class Gate:
         return bytes(body)
 
     def _too_large(self) -> _RefusedError:
-        return _RefusedError(413, "body_too_large", f"the body has more than {self._max_body_bytes:,} bytes")
+        return _RefusedError(
+            413, "body_too_large", f"the body has more than {self._max_body_bytes:,} bytes, which is the most"
+        )
 
 
 def read_keys(path: Path | None) -> list[str]:
@@ -172,6 +174,8 @@ def _with_body(body: bytes, receive: Receive) -> Receive:
 async def _refuse(refused: _RefusedError, send: Send) -> None:
     body = msgspec.json.encode(error_body(refused.code, str(refused), refused.kind))
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    if refused.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
     if refused.status in (408, 413):
         # The rest of the body is not read.
         headers.append((b"connection", b"close"))

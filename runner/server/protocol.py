@@ -375,7 +375,8 @@ class DetokenizeAnswer(BaseModel):
 
 
 class SessionCard(BaseModel):
-    """A session. `messages` and `tokens`: how many it has; times are seconds since 1970."""
+    """A session. `messages`: how many it has. `tokens`: how many its last turn had, prompt and answer; a rewind leaves that.
+    Times are seconds since 1970."""
 
     id: str
     object: Literal["session"]

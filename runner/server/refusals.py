@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ def refusal(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str, str | 
     head, *others = dict.fromkeys(error["msg"] for error in found)
     what = " or ".join([head, *(other.removeprefix("Input should be ") for other in others)])
     if param is None:
+        if found[0]["type"].startswith("model_"):
+            what = f"the body must be a JSON object, got {reprlib.repr(body)}"
         return what, None
     if found[0]["type"] == "extra_forbidden":
         return (

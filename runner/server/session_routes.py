@@ -19,10 +19,10 @@ def add_session_routes(app: FastAPI, find: Callable[[], SessionStore]) -> None:
     """Add the routes. `find`: returns the sessions, or raises NoSessionError where there are none."""
 
     @app.post("/v1/sessions", response_model=protocol.SessionCard, responses=protocol.DOCUMENTED)
-    async def new_session(request: Request, body: protocol.NewSessionBody) -> Response:
+    async def new_session(request: Request, body: protocol.NewSessionBody | None = None) -> Response:
         """Make a session. Chats that have its id go on with it."""
         store = find()
-        session = store.create(request.state.owner, messages_of(body.messages))
+        session = store.create(request.state.owner, messages_of(body.messages if body is not None else ()))
         await store.write(session)
         return json_response(session.described())
 

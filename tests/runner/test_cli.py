@@ -320,7 +320,7 @@ def test_interrupt_during_imports(command: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["run", "--help"], ["chat", "--help"], ["inspect", "--help"], ["export", "--help"]]
+    "words", [["--help"], *([name, "--help"] for name in ("run", "chat", "inspect", "export", "serve"))]
 )
 def test_help(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -328,8 +328,13 @@ def test_help(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     assert stop.value.code == 0
     out = capsys.readouterr().out
     assert out.startswith("usage: ostinato")
-    for option in {"run": ["--prompt", "--cuda-graph", "--seed"], "export": ["--max-seq-len"]}.get(words[0], []):
-        assert option in out
+    for text in {
+        "run": ["--prompt", "--cuda-graph", "--seed", "make room for (default: 1)"],
+        "export": ["--max-seq-len"],
+        "inspect": ["the digest that run, chat, bench and serve take"],
+        "serve": ["make room for (default: 8, with a GPU 64)"],
+    }.get(words[0], []):
+        assert text in " ".join(out.split())
 
 
 def test_without_words_it_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -304,6 +304,8 @@ def test_checks_are_made_at_once(engine: Engine) -> None:
         ({"max_waiting": None}, "max_waiting must be 1 or more .*, got None"),
         ({"max_step_ms": 0}, r"max_step_ms must be above 0 \(milliseconds\), got 0"),
         ({"max_step_ms": float("nan")}, "max_step_ms must be above 0 .*, got nan"),
+        ({"host_cache_bytes": -1}, r"host_cache_bytes must be 0 or more \(bytes\), got -1"),
+        ({"host_cache_bytes": 1e9}, "host_cache_bytes must be 0 or more .*, got 1000000000.0"),
         ({"max_step_ms": "16"}, "max_step_ms must be above 0 .*, got '16'"),
     ],
 )

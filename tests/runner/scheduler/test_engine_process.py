@@ -196,7 +196,8 @@ import asyncio, os, signal, sys
 from ostinato.runner import AsyncEngine
 
 interrupts = []
-signal.signal(signal.SIGINT, lambda *_: interrupts.append(1))
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda *_: interrupts.append(1))
 
 async def main():
     async with AsyncEngine(sys.argv[1]) as engine:
@@ -243,12 +244,14 @@ def test_an_owner_that_is_killed(capitals_artifact: Path) -> None:
     wait_for_end(pid)
 
 
-def test_ctrl_c_is_the_owners(capitals_artifact: Path) -> None:
-    """SIGINT goes to both processes, as from a terminal. The engine leaves it to its owner, who still gets answers."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_are_the_owners(capitals_artifact: Path, number: signal.Signals) -> None:
+    """They go to both processes, as from a terminal or a service manager. The engine leaves them to its owner, who still gets
+    answers."""
     with owner(capitals_artifact, "interrupts") as process:
         assert process.stdout is not None
         pid = int(process.stdout.readline())
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, number)
         assert process.stdout.readline() == "Paris\n"
         assert process.wait(PATIENCE) == 0
     wait_for_end(pid)

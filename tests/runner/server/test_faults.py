@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +20,24 @@ import pytest
 
 from ...processes import PATIENCE
 from .conftest import QUESTION, Server, serving
+from .test_gate import connected, head, port_of, reply
 from .test_openai_client import ASK
 
 PART = {"type": "text", "text": "x"}
 # Python runs a module of this name when it begins. This one makes the engine's steps do what a file says, while it is there.
 SITE = """
 import sys
+import time
 from pathlib import Path
 
 if "ostinato.runner.engine_process" in sys.orig_argv:
     from ostinato.runner.model.model import Model
 
-    step, fault = Model.step, Path(__file__).with_name("fault")
+    step, fault, held = Model.step, Path(__file__).with_name("fault"), Path(__file__).with_name("held")
 
     def faulty(self, runs):
+        while held.exists():
+            time.sleep(0.01)
         if fault.exists():
             if fault.read_text() == "close":
                 self.program.close()
@@ -44,10 +50,11 @@ if "ostinato.runner.engine_process" in sys.orig_argv:
 
 @pytest.fixture
 def faulty(capitals_artifact: Path, tmp_path: Path) -> Iterator[tuple[Server, Path]]:
-    """A server, and the file that makes its steps fail."""
+    """A server that waits for no request when it ends, and the file that makes its steps fail. While a file `held` is beside
+    it, a step waits."""
     (tmp_path / "sitecustomize.py").write_text(SITE)
     paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
-    words = ("--sessions", 4, "--served-model-name", "capitals")
+    words = ("--sessions", 4, "--served-model-name", "capitals", "--drain-seconds", 0)
     with serving(capitals_artifact, *words, PYTHONPATH=os.pathsep.join(paths)) as server:
         yield server, tmp_path / "fault"
 
@@ -112,6 +119,47 @@ def test_an_engine_that_is_killed(faulty: tuple[Server, Path]) -> None:
     assert refused.value.status_code == 503
     assert server.process.wait(PATIENCE) == 1
     assert time.monotonic() - begin < PATIENCE / 10
+
+
+@contextmanager
+def asking(server: Server) -> Iterator[socket.socket]:
+    """A connection with a request for a whole answer that the server has begun to read."""
+    port, body = port_of(server), json.dumps(ASK).encode()
+    lines = "Content-Type: application/json", f"Content-Length: {len(body)}", "Expect: 100-continue"
+    with connected(port) as connection:
+        connection.sendall(head(port, *lines))
+        assert connection.recv(25) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(body)
+        yield connection
+
+
+def test_an_answer_that_the_end_does_not_wait_for(faulty: tuple[Server, Path]) -> None:
+    """Its client is told why there is none, as those are who come while the server ends."""
+    server, fault = faulty
+    held = fault.with_name("held")
+    held.touch()
+    with asking(server) as connection:
+        server.process.terminate()
+        answer = reply(connection)
+    held.unlink()
+    assert answer.startswith(b"HTTP/1.1 503")
+    assert b'"the server ends before this answer does"' in answer and b'"shutting_down"' in answer
+    assert server.process.wait(PATIENCE) == 0
+
+
+def test_the_log_tells_who_has_gone_away(faulty: tuple[Server, Path]) -> None:
+    """Also of a client that waits for a whole answer."""
+    server, fault = faulty
+    held = fault.with_name("held")
+    held.touch()
+    with asking(server):
+        pass
+    end = time.monotonic() + PATIENCE
+    while "the client has gone away" not in server.log:
+        assert time.monotonic() < end, server.log
+        time.sleep(0.01)
+    held.unlink()
+    assert server.end() == 0
 
 
 @pytest.mark.parametrize("token", [2**63, 2**64, -(2**63) - 1, 10**30])

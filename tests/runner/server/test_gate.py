@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import resource
+import signal
 import socket
 import threading
 import time
@@ -137,6 +138,7 @@ def test_no_key_or_a_wrong_one(keyed: Gated, given: str | None) -> None:
     for answer in (keyed.get(**headers), keyed.post(b"{}", **headers), keyed.get("/health/", **headers)):
         assert error_of(answer) == (401, "invalid_api_key")
         assert answer.json()["error"]["type"] == "authentication_error"
+        assert answer.headers["WWW-Authenticate"] == "Bearer"
         assert "first-key" not in answer.text
     for path in OPEN_PATHS:
         answer = keyed.get(path, **headers)
@@ -184,7 +186,7 @@ def test_the_largest_body() -> None:
         for data in (b" " * 1001, iter([b" " * 600, b" " * 401])):
             answer = found.post(data)
             assert error_of(answer) == (413, "body_too_large")
-            assert answer.json()["error"]["message"] == "the body has more than 1,000 bytes"
+            assert answer.json()["error"]["message"] == "the body has more than 1,000 bytes, which is the most"
             assert answer.headers["Connection"] == "close"
 
 
@@ -423,7 +425,9 @@ def test_a_server_that_drains(capitals_artifact: Path) -> None:
         with connected(port) as connection:
             connection.sendall(head(port, *lines, f"Content-Length: {len(body)}", "Expect: 100-continue"))
             assert connection.recv(25) == b"HTTP/1.1 100 Continue\r\n\r\n"
-            server.process.terminate()
+            # A service manager sends it to all processes of the server.
+            for pid in (server.running.engine, server.process.pid):
+                os.kill(pid, signal.SIGTERM)
             answer = requests.get(f"{server.url}/v1/models", headers=right, timeout=PATIENCE)
             while answer.status_code == 200:
                 answer = requests.get(f"{server.url}/v1/models", headers=right, timeout=PATIENCE)

@@ -118,8 +118,9 @@ def test_what_is_refused(client: Any, given: dict[str, object], says: str) -> No
 def test_another_model(client: Any) -> None:
     assert [model.id for model in client.models.list()] == ["capitals"]
     assert client.models.retrieve("capitals").id == "capitals"
-    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-4o'"):
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-4o'") as refused:
         client.chat.completions.create(**{**ASK, "model": "gpt-4o"})
+    assert (refused.value.code, refused.value.param) == ("model_not_found", "model")
 
 
 def test_many_at_a_time(server: Server) -> None:

@@ -91,6 +91,7 @@ def test_a_session_goes_on(kept: Server) -> None:
 
 
 def test_fork_and_rewind(kept: Server) -> None:
+    assert call(kept, "POST", "/v1/sessions")["messages"] == 0
     name = call(kept, "POST", "/v1/sessions", {"messages": [{"role": "user", "content": "x"}] * 2})["id"]
     call(kept, "POST", f"/v1/sessions/{name}/rewind", {"messages": 0})
     ask(kept, name, "What is the capital of France?")

@@ -69,6 +69,8 @@ def test_token_ids_of_answers(server: Server) -> None:
     rendered = post(server, "/tokenize", {"messages": QUESTION})
     assert chat.prompt_token_ids == rendered["tokens"] and rendered["count"] == chat.prompt_tokens
     assert post(server, "/detokenize", {"tokens": chat.only.token_ids})["prompt"] == chat.only.text == "Paris"
+    refused = requests.post(f"{server.url}/detokenize", json={"tokens": [5, 1536]}, timeout=PATIENCE)
+    assert (refused.status_code, refused.json()["error"]["message"]) == (400, "tokens must lie in 0 to 1535, got 1536")
     assert len(chat.only.token_ids) == chat.completion_tokens
     raw = ask(server, prompt=TEXTS[0], temperature=0, max_tokens=2, extra_body={"return_token_ids": True})
     assert raw.prompt_token_ids == tokens_of(server, TEXTS[0]) and len(raw.only.token_ids) == 2
