@@ -17,6 +17,8 @@ from ostinato.runner.model.batch import Run
 
 # Most tokens of a session's prompt; the first session has one. A prompt and the token after it fit in one page.
 MAX_TOKENS = 60
+# A session is far off if its logits differ by more than this part of the largest one: more than rounding does by itself.
+FAR = 0.1
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Difference:
         compared: number of sessions whose logits were compared. For each, the largest difference of a logit is divided by the
             largest logit of the session alone.
         median, largest: median and largest of these quotients.
+        far: number of sessions whose quotient is above FAR.
         other_tokens: number of sessions for which another token is the most likely one.
     """
 
@@ -35,6 +38,7 @@ class Difference:
     compared: int
     median: float
     largest: float
+    far: int
     other_tokens: int
 
 
@@ -97,8 +101,8 @@ def bucket_differences(engine: Engine, buckets: Sequence[int]) -> list[Differenc
             ]
         )
         apart = (logits - alone).abs().amax(1) / scale
-        others = int((logits.argmax(1) != likely).sum())
-        found.append(Difference(bucket, len(sessions), apart.median().item(), apart.max().item(), others))
+        others, far = int((logits.argmax(1) != likely).sum()), int((apart > FAR).sum())
+        found.append(Difference(bucket, len(sessions), apart.median().item(), apart.max().item(), far, others))
     for session in sessions:
         session.close()
     return found
@@ -113,9 +117,15 @@ def _rows(method: Method, bucket: int, tokens: Tensor, positions: Tensor, slots:
 
 def render(found: Sequence[Difference]) -> str:
     """The table, with one line for each bucket. It ends without a newline."""
-    columns = ("rows", "median difference", "largest", "other token")
+    columns = ("rows", "median difference", "largest", f"over {FAR:.0%}", "other token")
     rows = [
-        (str(one.bucket), f"{one.median:.1e}", f"{one.largest:.1e}", f"{one.other_tokens} of {one.compared}")
+        (
+            str(one.bucket),
+            f"{one.median:.1e}",
+            f"{one.largest:.1e}",
+            str(one.far),
+            f"{one.other_tokens} of {one.compared}",
+        )
         for one in found
     ]
     return table(dict.fromkeys(columns, "right"), rows)

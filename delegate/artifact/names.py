@@ -40,10 +40,11 @@ SAMPLE = "sample"
 LOGPROBS = "logprobs"
 DECODE_SAMPLE = "decode_sample"
 ROWS = "rows"
+STEP_ROWS = "step_rows"
 FEW_ROWS = "few_rows"
 MANY_ROWS = "many_rows"
 # For small batches first. A device with kernels for any number of rows has ROWS alone.
-ROWS_METHODS = (FEW_ROWS, ROWS, MANY_ROWS)
+ROWS_METHODS = (STEP_ROWS, FEW_ROWS, ROWS, MANY_ROWS)
 # In place of MANY_ROWS, with experts on the host.
 ROWS_STREAMED = "rows_streamed"
 ROWS_HIDDEN = "rows_hidden"
@@ -75,7 +76,7 @@ META_EXPORT_OPTIONS = "get_export_options"
 
 # Text in the names of GPU kernels that may start while the kernel ahead still runs. graphs/nodes.py has the rules for them.
 EARLY_KERNEL = "_early"
-# Text in the names of early kernels that take several rows.
+# Text in the names of early kernels that are for several rows alone.
 ROWS_KERNEL = "rows_early"
 # Text in the name of an early kernel -> text in the name of the kernel ahead. The early kernel may start early only directly
 # behind such a kernel (rule R5 in graphs/nodes.py).

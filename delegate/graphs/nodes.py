@@ -16,8 +16,8 @@ R1. Every program calls `start_next` once. It calls `wait_for_previous` before i
 R2. Before its wait a program writes nothing. It reads only constants, cells of state that no kernel ahead of its own writes,
     and data that only unmarked kernels write.
     Why: marked kernels ahead of it may still be running. Unmarked ones have ended: the edges from and to them are full.
-R3. A *late* kernel calls `start_next` directly after its wait, and all its programs wait. All other kernels call `start_next`
-    before anything else.
+R3. A *late* kernel calls `start_next` directly after its wait, and all its programs wait, those of padding too. All other
+    kernels call `start_next` before anything else.
     Why: R4 needs this for `experts_gate_up_early` and `gate_up_fixed_rows_early`. `fixed_rows_early` is late because it is
     faster that way; nothing relies on it.
 R4. The kernel directly behind a late kernel may also read, before its wait, data that kernels ahead of the late kernel wrote.
@@ -50,7 +50,7 @@ A multiprocessor has one memory for its first-level cache and its shared memory.
 kernel. A program only starts on a multiprocessor with the division of its kernel. With another division, a kernel that starts
 early would have to wait until the kernel ahead has left. So `start_early` asks for one division for the marked kernels of
 several rows (`names.ROWS_KERNEL`). Kernels of one row need little shared memory and read faster with a larger cache: their
-division is left to the driver.
+division is left to the driver, also where the experts' kernels have a few rows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The operations that decide speed, one folder each: a plain PyTorch reference, and kernels for NVIDIA GPUs and for CPUs.
 
 In each folder, `reference.py` says what each function computes and takes. Files with `_triton` in their names hold the same
-functions as Triton kernels. Files whose names begin with `step_` are for the one token of a decode step, and fold several
-operations of a layer into one kernel. Files with `_cpu` in their names hold the functions in C++, for any number of tokens.
+functions as Triton kernels. Files whose names begin with `step_` are for the one token of a decode step (those of experts
+for up to eight tokens), and fold several operations of a layer into one kernel. Files with `_cpu` in their names hold the
+functions in C++, for any number of tokens.
 `kernels_for` chooses among these forms.
 """
 

@@ -14,7 +14,7 @@ from .experts import rows_triton as experts_rows
 from .experts import step_triton as experts_step
 from .linear import prefill_triton as linear_prefill
 from .linear import rows_triton as linear_rows
-from .operands import FEW_ROWS, MAX_ROWS, SOME_ROWS
+from .operands import FEW_ROWS, MAX_ROWS, SOME_ROWS, STEP_ROWS
 from .sampling import logprobs_triton
 from .sampling import rows_triton as sampling_rows
 
@@ -23,7 +23,7 @@ class CudaKernels(Kernels):
     """The same functions as Triton operators."""
 
     folds_steps = True
-    max_rows = (FEW_ROWS, SOME_ROWS, MAX_ROWS)
+    max_rows = (STEP_ROWS, FEW_ROWS, SOME_ROWS, MAX_ROWS)
 
     linear = staticmethod(linear_prefill.linear)
     route = staticmethod(route_triton.route)

@@ -142,8 +142,9 @@ class Heads:
 
 
 # MAX_ROWS: the most rows of several sessions in one call; a GPU kernel holds something about each of these rows. FEW_ROWS:
-# the most rows of a call that takes the kernels for few rows. More than SOME_ROWS rows take the products of prompts.
-MAX_ROWS, SOME_ROWS, FEW_ROWS = 512, 256, 16
+# the most rows of a call that takes the kernels for few rows. More than SOME_ROWS rows take the products of prompts. Up to
+# STEP_ROWS rows take the experts of a single token.
+MAX_ROWS, SOME_ROWS, FEW_ROWS, STEP_ROWS = 512, 256, 16, 8
 
 
 class RowIndex(NamedTuple):

@@ -21,8 +21,10 @@ from ostinato.delegate.artifact.names import (
     ROWS_METHODS,
     ROWS_STREAMED,
     SAMPLE,
+    STEP_ROWS,
 )
 from ostinato.export.compile.trace import Chain, Link
+from ostinato.export.layers.experts import SparseMoe
 from ostinato.export.layers.host_experts import STREAMED
 
 from .language_model import LanguageModel
@@ -57,6 +59,7 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
       rows: the embedding, then the output of each layer, of the last one after the final norm. All of its code but that
       norm's is the code of `rows`, whose links hand on x anyway.
     - `few_rows`: `rows` for up to 16 rows, where there are kernels of their own for few rows.
+    - `step_rows`: `rows` for up to 8 rows, where `few_rows` is and there are experts: the kernels of `decode` compute them.
     - `many_rows`: `rows` for 257 to 512 rows, where `few_rows` is. Weights are multiplied as `prefill` does.
     - `rows_streamed(..., streamed [1] int64)`, only with experts on the host, in place of `many_rows`: the device computes
       experts as in `prefill_streamed`.
@@ -80,7 +83,10 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
         streamed = network.prompt_links(step=folds, streamed=True)
         methods[PREFILL_STREAMED] = _with_streamed(Chain(streamed, prompt, ("logits",), dynamic))
     least = 2
+    has_experts = any(isinstance(module, SparseMoe) for module in network.modules())
     for max_rows, name in zip(kernels.max_rows, ROWS_METHODS if len(kernels.max_rows) > 1 else (ROWS,), strict=False):
+        if name == STEP_ROWS and not has_experts:
+            continue
         # If prompts and rows share code, they share the dimension too, and the code is compiled once.
         rows = length if folds else Dim("R", min=least if name == MANY_ROWS else 2, max=max_rows)
         if network.build.cpu_moe and max_rows == kernels.max_rows[-1]:

@@ -1,5 +1,7 @@
 """A mixture of experts for several rows as six Triton kernels that start early. They read only chosen experts' weights.
 
+A call that never has more than STEP_ROWS rows takes the three kernels of a single token (`step_triton`).
+
 1. The router's logits, in parts (`rows_route_triton`).
 2. The choice of each row's experts, and the normed rows in the form that the experts take (`rows_route_triton`).
 3. The schedule: blocks of up to eight rows of one expert (`rows_schedule_triton`).
@@ -24,10 +26,10 @@ from torch import Tensor
 
 from ostinato.delegate.errors import ExportError
 from ostinato.export.formats.int4 import Int4
-from ostinato.export.kernels.launch import are_many, is_one, launcher, row_class, row_vector, starts_early
+from ostinato.export.kernels.launch import are_many, at_most, launcher, row_class, row_vector, starts_early
 from ostinato.export.kernels.linear import prefill_triton as linear_prefill
 from ostinato.export.kernels.linear.rows_grouped_triton import PIECE
-from ostinato.export.kernels.operands import FEW_ROWS, MAX_ROWS, ExpertWeights, Norm, Weight, unbiased
+from ostinato.export.kernels.operands import FEW_ROWS, MAX_ROWS, STEP_ROWS, ExpertWeights, Norm, Weight, unbiased
 
 from . import prefill_triton, route_triton, step_triton
 from . import rows_fixed_triton as fixed
@@ -62,13 +64,13 @@ def sparse_moe(
 ) -> Tensor:
     """See `reference.sparse_moe`; 1 to MAX_ROWS rows in bfloat16 or float32; all tensors contiguous and aligned to 16 bytes.
 
-    If x has one row when it is traced, the operations are those of `step_triton`, and those for prompts if it always has more
-    than SOME_ROWS rows.
+    If x never has more than STEP_ROWS rows, the operations are those of `step_triton`, and those for prompts if it always has
+    more than SOME_ROWS rows.
 
     Raises:
         ExportError: see `check_weights`; also for more than MAX_ROWS rows.
     """
-    if is_one(x.shape[0]):
+    if at_most(x.shape[0], STEP_ROWS):
         return step_triton.sparse_moe(x, norm, gate, shared_gate, top_k, routed, shared, slots)
     if isinstance(x.shape[0], int) and x.shape[0] > MAX_ROWS:
         raise ExportError(f"a step's experts take up to {MAX_ROWS} rows, not {x.shape[0]}")

@@ -34,7 +34,7 @@ from ostinato.export.kernels.linear.step_tiles_triton import (
     zeros,
 )
 
-from .step_route_triton import expert_of, largest_key, largest_keys, load_keys, softmax_of
+from .step_route_triton import expert_of, largest_key, largest_keys, load_keys, softmax_of, token_of
 
 
 @triton.jit
@@ -48,12 +48,14 @@ def experts_gate_up_early(
     shared,
     shared_scale,
     shared_minimum,
+    slots,
     hidden,
     EPS: tl.constexpr,
     SIZE: tl.constexpr,
     INNER: tl.constexpr,
     SHARED_INNER: tl.constexpr,
     EXPERTS: tl.constexpr,
+    COUNT: tl.constexpr,
     TOP_K: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
@@ -69,13 +71,16 @@ def experts_gate_up_early(
     SHARED_LANE: tl.constexpr,
     WARPS: tl.constexpr,
     INTEGER: tl.constexpr,
+    SEVERAL: tl.constexpr,
+    SLOTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write hidden = silu(gate) * up, ROWS rows of a routed expert or SHARED_ROWS of the shared one per program.
+    """Write hidden = silu(gate) * up of a token, ROWS rows of a routed expert or SHARED_ROWS of the shared one per program.
+    Program (rows, token). Nothing is written for padding. A token has COUNT logits, the routed experts' first.
 
     The shared expert's programs come first. Then come the routed experts' programs, the smallest logit first: an expert with
     a smaller logit takes longer to find, so its programs start earlier. This kernel is a late one (R3 in
-    `delegate/graphs/nodes.py`), and `experts_down_early` relies on this.
+    `delegate/graphs/nodes.py`), and `experts_down_early` relies on this: programs of padding wait, too.
     """
     BLOCKS: tl.constexpr = INNER // ROWS
     SHARED_BLOCKS: tl.constexpr = SHARED_INNER // SHARED_ROWS
@@ -84,6 +89,14 @@ def experts_gate_up_early(
     SAME: tl.constexpr = GROUP == SHARED_GROUP and BITS == SHARED_BITS and UNITS == SHARED_UNITS
     stored = gate_up, gate_up_scale, gate_up_minimum
     shared_stored = shared, shared_scale, shared_minimum
+    token = token_of(SEVERAL)
+    if SLOTS and tl.load(slots + token) < 0:
+        wait_for_previous(EARLY)
+        start_next(EARLY)
+        return
+    h += token * SIZE
+    logits += token * COUNT
+    hidden += token * (TOP_K * INNER + SHARED_INNER)
     norms = load_norms(norm_weight, SIZE, GROUP, UNITS, BITS)
     program = tl.program_id(0)
     if program < SHARED_BLOCKS:
@@ -126,12 +139,14 @@ def experts_down_early(
     shared,
     shared_scale,
     shared_minimum,
+    slots,
     residual,
     out,
     SIZE: tl.constexpr,
     INNER: tl.constexpr,
     SHARED_INNER: tl.constexpr,
     EXPERTS: tl.constexpr,
+    COUNT: tl.constexpr,
     TOP_K: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
@@ -148,9 +163,12 @@ def experts_down_early(
     SHARED_WIDTH: tl.constexpr,
     WARPS: tl.constexpr,
     INTEGER: tl.constexpr,
+    SEVERAL: tl.constexpr,
+    SLOTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write out [SIZE] = residual + the weighted sum over the experts, ROWS elements per program.
+    """Write out [R, SIZE] = residual + the weighted sum over the experts, ROWS elements of a token per program. Program
+    (elements, token). Padding gets its residual.
 
     A program loads the rows of all experts together. Before its wait the kernel reads the logits and the residual stream,
     which other kernels of the step wrote. So `experts_gate_up_early`, a late kernel, must come directly ahead of it (R4 and
@@ -164,6 +182,15 @@ def experts_down_early(
     start_next(EARLY)
     first_row = tl.program_id(0) * ROWS
     row, mine = lane_rows(first_row, SIZE, ROWS)
+    token = token_of(SEVERAL)
+    residual += token * SIZE
+    out += token * SIZE
+    if SLOTS and tl.load(slots + token) < 0:
+        wait_for_previous(EARLY)
+        tl.store(out + row, tl.load(residual + row), mask=mine)
+        return
+    hidden += token * (TOP_K * INNER + SHARED_INNER)
+    logits += token * COUNT
     shared_tiles = ()
     if SHARED_INNER > 0:
         shared_stored = shared, shared_scale, shared_minimum

@@ -25,10 +25,13 @@ def route_logits_early(
     COUNT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    SEVERAL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write logits [COUNT], ROWS per program: products of the normed h with the rows of `gate`, then of `shared_gate`."""
+    """Write logits [R, COUNT], ROWS of a token per program: products of the normed h with the rows of `gate`, then of
+    `shared_gate`. Program (rows, token)."""
     start_next(EARLY)
+    token = token_of(SEVERAL)
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -38,11 +41,18 @@ def route_logits_early(
     tile = tl.load(first[:, None] + column[None, :], mask=inside[None, :], other=0.0)
     factor = tl.load(norm_weight + column, mask=inside, other=0.0)
     wait_for_previous(EARLY)
-    x = tl.load(h + column, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(h + token * SIZE + column, mask=inside, other=0.0).to(tl.float32)
     products = tile.to(tl.float32) * (x * factor)[None, :]
     squares = tl.broadcast_to((x * x)[None, :], (ROWS, BLOCK))
     sums, squares = tl.reduce((products, squares), 1, add_pairs)
-    tl.store(logits + row, (sums * tl.rsqrt(squares / SIZE + EPS)).to(logits.dtype.element_ty), mask=row < COUNT)
+    to = logits + token * COUNT + row
+    tl.store(to, (sums * tl.rsqrt(squares / SIZE + EPS)).to(logits.dtype.element_ty), mask=row < COUNT)
+
+
+@triton.jit
+def token_of(SEVERAL: tl.constexpr):
+    """The program's token; without SEVERAL there is one, and the code is as if there were no number."""
+    return tl.program_id(1) if SEVERAL else 0
 
 
 @triton.jit

@@ -1,8 +1,12 @@
-"""A mixture of experts for one token as three Triton kernels that start early: router; gate and up; down.
+"""A mixture of experts for one token, or for a few, as three Triton kernels that start early: router; gate and up; down.
 
 The norm is one factor for the whole vector, so each program sums x^2 beside its products. No kernel of its own chooses the
 experts. Each program of `experts_gate_up` finds its expert in the logits while its input is being loaded. Each program of
 `experts_down` finds all chosen experts, and loads their weights while `experts_gate_up` still runs.
+
+A program has one token. So an expert that several tokens chose is read for each of them, from L2 if at the same time. Of the
+64 choices of eight tokens (8 of 256 experts each) 57 differ: up to STEP_ROWS tokens this costs less than the kernels of
+`rows_triton` that bring together the tokens of an expert. A token's result is the same bits, whatever tokens stand beside it.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import triton
 from torch import Tensor
 
 from ostinato.delegate.errors import ExportError
-from ostinato.export.kernels.launch import launcher, pointers, starts_early
+from ostinato.export.kernels.launch import is_one, launcher, pointers, starts_early
 from ostinato.export.kernels.linear.limits import check_weight
 from ostinato.export.kernels.linear.step_triton import bits_of, tile_constants, units_per_lane
 from ostinato.export.kernels.operands import ExpertWeights, Norm, Weight, unbiased
@@ -72,7 +76,7 @@ DOWN = {
 
 
 def route_logits(x: Tensor, norm: Norm, gate: Tensor, shared_gate: Tensor | None) -> Tensor:
-    """See `reference.route_logits`; x in bfloat16 or float32; all tensors contiguous and aligned to 16 bytes."""
+    """See `reference.route_logits`; x [R, H] in bfloat16 or float32; all tensors contiguous and aligned to 16 bytes."""
     return _route_logits(x, norm.weight, norm.eps, gate, shared_gate)
 
 
@@ -81,9 +85,9 @@ def _route_logits(x: Tensor, norm_weight: Tensor, eps: float, gate: Tensor, shar
     experts, size = gate.shape
     count = experts + (shared_gate is not None)
     block = triton.next_power_of_2(size)
-    rows = max(1, min(ROUTER.rows, ROUTER.units // block))
-    logits = torch.empty((1, count), dtype=x.dtype, device=x.device)
-    launcher(route_logits_early)[((count + rows - 1) // rows,)](
+    rows, tokens = max(1, min(ROUTER.rows, ROUTER.units // block)), x.shape[0]
+    logits = torch.empty((tokens, count), dtype=x.dtype, device=x.device)
+    launcher(route_logits_early)[((count + rows - 1) // rows, tokens)](
         x,
         norm_weight,
         gate,
@@ -95,14 +99,26 @@ def _route_logits(x: Tensor, norm_weight: Tensor, eps: float, gate: Tensor, shar
         COUNT=count,
         ROWS=rows,
         BLOCK=block,
+        SEVERAL=not is_one(tokens),
         EARLY=starts_early(),
         num_warps=ROUTER.warps * max(1, block // 2048),
     )
     return logits
 
 
-def experts_gate_up(x: Tensor, norm: Norm, logits: Tensor, top_k: int, routed: Weight, shared: Weight | None) -> Tensor:
-    """See `reference.experts_gate_up`; x in bfloat16 or float32; all tensors contiguous and aligned to 16 bytes.
+def experts_gate_up(
+    x: Tensor,
+    norm: Norm,
+    logits: Tensor,
+    top_k: int,
+    routed: Weight,
+    shared: Weight | None,
+    slots: Tensor | None = None,
+) -> Tensor:
+    """See `reference.experts_gate_up`; x [R, H] in bfloat16 or float32; all tensors contiguous and aligned to 16 bytes.
+
+    Args:
+        slots: [R] as in `RowIndex`; what the result has for padding is not defined. None: no row is padding.
 
     The kernel is a late one. The kernel of `experts_down` must come directly behind it (R3 to R5 in
     `delegate/graphs/nodes.py`).
@@ -111,7 +127,7 @@ def experts_gate_up(x: Tensor, norm: Norm, logits: Tensor, top_k: int, routed: W
         ExportError: see `check_weights`.
     """
     check_weights(routed, shared, x.dtype, top_k)
-    return _experts_gate_up(x, norm.weight, norm.eps, logits, top_k, *unbiased(routed), *unbiased(shared))
+    return _experts_gate_up(x, norm.weight, norm.eps, logits, top_k, *unbiased(routed), *unbiased(shared), slots)
 
 
 @torch.library.triton_op("ostinato::experts_gate_up", mutates_args={})
@@ -129,6 +145,7 @@ def _experts_gate_up(
     shared_scale: Tensor | None,
     shared_minimum: Tensor | None,
     shared_form: str,
+    slots: Tensor | None,
 ) -> Tensor:
     weight = Weight.of(values, scale, minimum, None, form)
     shared = optional_weight(shared_values, shared_scale, shared_minimum, shared_form)
@@ -144,23 +161,28 @@ def _experts_gate_up(
         config, width = GATE_UP[shared.values.dtype], triton.next_power_of_2(units_of(shared, size))
         shared_rows = config.rows_of(shared_inner, width * max(1, config.warps_of(shared, width) // warps))
         shared_constants = tile_constants(shared, x.dtype, warps, 1, config.integer)
-    hidden = torch.empty((1, top_k * inner + shared_inner), dtype=x.dtype, device=x.device)
-    launcher(experts_gate_up_early)[(top_k * inner // rows + shared_inner // shared_rows,)](
+    tokens = x.shape[0]
+    hidden = torch.empty((tokens, top_k * inner + shared_inner), dtype=x.dtype, device=x.device)
+    launcher(experts_gate_up_early)[(top_k * inner // rows + shared_inner // shared_rows, tokens)](
         x,
         norm_weight,
         logits,
         *weight_pointers(weight, shared),
+        logits if slots is None else slots,
         hidden,
         EPS=eps,
         SIZE=size,
         INNER=inner,
         SHARED_INNER=shared_inner,
         EXPERTS=experts,
+        COUNT=logits.shape[1],
         TOP_K=top_k,
         ROWS=rows,
         SHARED_ROWS=shared_rows,
         SHARED_UNITS=shared_constants["UNITS"],
         SHARED_LANE=shared_constants["LANE"],
+        SEVERAL=not is_one(tokens),
+        SLOTS=slots is not None,
         EARLY=starts_early(),
         **(constants | format_constants(weight, shared)),
     )
@@ -168,9 +190,18 @@ def _experts_gate_up(
 
 
 def experts_down(
-    hidden: Tensor, logits: Tensor, top_k: int, routed: Weight, shared: Weight | None, residual: Tensor
+    hidden: Tensor,
+    logits: Tensor,
+    top_k: int,
+    routed: Weight,
+    shared: Weight | None,
+    residual: Tensor,
+    slots: Tensor | None = None,
 ) -> Tensor:
-    """See `reference.experts_down`; residual in bfloat16 or float32; all tensors contiguous and aligned to 16 bytes.
+    """See `reference.experts_down`; residual [R, H] in bfloat16 or float32; all tensors contiguous and aligned to 16 bytes.
+
+    Args:
+        slots: [R] as in `RowIndex`; padding gets its residual. None: no row is padding.
 
     The kernel reads `logits` and `residual` before its wait. So, among kernels that start early, it must come directly behind
     the kernel of `experts_gate_up`. Both tensors must be written ahead of that kernel (R4 and R5 in
@@ -180,7 +211,7 @@ def experts_down(
         ExportError: see `check_weights`.
     """
     check_weights(routed, shared, residual.dtype, top_k)
-    return _experts_down(hidden, logits, top_k, *unbiased(routed), *unbiased(shared), residual)
+    return _experts_down(hidden, logits, top_k, *unbiased(routed), *unbiased(shared), residual, slots)
 
 
 @torch.library.triton_op("ostinato::experts_down", mutates_args={})
@@ -197,6 +228,7 @@ def _experts_down(
     shared_minimum: Tensor | None,
     shared_form: str,
     residual: Tensor,
+    slots: Tensor | None,
 ) -> Tensor:
     weight = Weight.of(values, scale, minimum, None, form)
     shared = optional_weight(shared_values, shared_scale, shared_minimum, shared_form)
@@ -209,23 +241,27 @@ def _experts_down(
     warps, rows = config.warps_of(weight, total), config.rows_of(size, total)
     constants = tile_constants(weight, residual.dtype, warps, 1, config.integer)
     shared_constants = tile_constants(shared or weight, residual.dtype, warps, 1, config.integer)
-    out = torch.empty_like(residual)
-    launcher(experts_down_early)[(size // rows,)](
+    out, tokens = torch.empty_like(residual), residual.shape[0]
+    launcher(experts_down_early)[(size // rows, tokens)](
         hidden,
         logits,
         *weight_pointers(weight, shared),
+        logits if slots is None else slots,
         residual,
         out,
         SIZE=size,
         INNER=inner,
         SHARED_INNER=0 if shared is None else shared.columns,
         EXPERTS=experts,
+        COUNT=logits.shape[1],
         TOP_K=top_k,
         ROWS=rows,
         WIDTH=width,
         SHARED_UNITS=shared_constants["UNITS"],
         SHARED_LANE=shared_constants["LANE"],
         SHARED_WIDTH=shared_width,
+        SEVERAL=not is_one(tokens),
+        SLOTS=slots is not None,
         EARLY=starts_early(),
         **(constants | format_constants(weight, shared)),
     )
@@ -242,11 +278,12 @@ def sparse_moe(
     shared: ExpertWeights | None,
     slots: Tensor | None,
 ) -> Tensor:
-    """See `reference.sparse_moe`; for one row, in three kernels."""
+    """See `reference.sparse_moe`; in three kernels."""
     gate_up, down = (None, None) if shared is None else (shared.gate_up, shared.down)
+    slots = None if is_one(x.shape[0]) else slots
     logits = route_logits(x, norm, gate, shared_gate)
-    hidden = experts_gate_up(x, norm, logits, top_k, routed.gate_up, gate_up)
-    return experts_down(hidden, logits, top_k, routed.down, down, x)
+    hidden = experts_gate_up(x, norm, logits, top_k, routed.gate_up, gate_up, slots)
+    return experts_down(hidden, logits, top_k, routed.down, down, x, slots)
 
 
 def optional_weight(values: Tensor | None, scale: Tensor | None, minimum: Tensor | None, form: str) -> Weight | None:

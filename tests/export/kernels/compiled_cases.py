@@ -181,6 +181,26 @@ GROUPS = {
         complete=(89, 90),
         max_spilled_newer={("route_logits_early", "fp32"): 24},
     ),
+    # Up to 8 rows; some may be padding.
+    "experts_step_of_several": Group(
+        launches=partial(experts, rows=(5,)),
+        cases=(
+            (90, BF16, 128, INNER),
+            (89, BF16, 128, INNER),
+            (90, F32, 128, INNER),
+            (90, BF16, None, 0),
+            (90, BF16, (INT4_MIN, INT8, INT8), INNER),
+            (90, BF16, (INT8, INT4_MIN, None), INNER),
+        ),
+        analysed=((90, BF16, 128, INNER), (90, BF16, (INT4_MIN, INT8, INT8), INNER)),
+        written={
+            "route_logits_early": ["logits"],
+            "experts_gate_up_early": ["hidden"],
+            "experts_down_early": ["out"],
+        },
+        complete=(89, 90),
+        max_spilled_newer={("route_logits_early", "fp32"): 24},
+    ),
     "experts_rows": Group(
         # Few rows, and many; neither number is a multiple of 16.
         launches=partial(experts, rows=(15, 17)),

@@ -77,7 +77,7 @@ class Case:
         x: the residual stream.
         logits, hidden: for operations that get the results of another one.
         shares, chosen: for `experts`; E stands for no expert.
-        slots: for `sparse_moe`; -1 for padding.
+        slots: -1 for padding.
     """
 
     shape: Shape
@@ -98,12 +98,14 @@ class Case:
         gate_up, down = self.routed.weights.gate_up, self.routed.weights.down
         shared = None if self.shared is None else self.shared.weights
         gates = self.gate.weight.values, None if self.shared_gate is None else self.shared_gate.weight.values
+        # Of the forms of these two, only that of a step for several rows takes slots.
+        padding = (self.slots,) if self.slots.min() < 0 else ()
         if operation == "route_logits":
             return function(self.x, self.norm, *gates)
         if operation == "experts_gate_up":
-            return function(self.x, self.norm, self.logits, shape.top_k, gate_up, shared and shared.gate_up)
+            return function(self.x, self.norm, self.logits, shape.top_k, gate_up, shared and shared.gate_up, *padding)
         if operation == "experts_down":
-            return function(self.hidden, self.logits, shape.top_k, down, shared and shared.down, self.x)
+            return function(self.hidden, self.logits, shape.top_k, down, shared and shared.down, self.x, *padding)
         if operation == "experts":
             return function(self.x, self.shares, self.chosen, self.routed.weights)
         slots = self.slots if with_slots else None
@@ -150,9 +152,8 @@ class Case:
         """Return the shares of the chosen experts, float64, and the experts, both [rows, k]; E stands for no expert."""
         if operation == "experts":
             return self.shares.double(), self.chosen.long()
-        if operation != "sparse_moe":
-            return route(self.logits[:, : self.shape.experts], self.shape.top_k)
-        shares, chosen = route(self.exact("route_logits")[:, : self.shape.experts], self.shape.top_k)
+        logits = self.exact("route_logits") if operation == "sparse_moe" else self.logits
+        shares, chosen = route(logits[:, : self.shape.experts], self.shape.top_k)
         return shares, chosen.masked_fill((self.slots < 0)[:, None], self.shape.experts)
 
     def read(self, chosen: Tensor) -> list[int]:
@@ -198,7 +199,7 @@ def make(
     """Make random operands. Some given logits are equal, and zeros have both signs.
 
     Args:
-        padding: whether rows before the last one are padding at times, with NaN in x and in shares, or choose no expert.
+        padding: whether rows before the last one are padding at times, with NaN in all that is given, or choose no expert.
         panels: whether weights are stored in panels.
     """
     random = Random(rows + shape.experts, device, panels)
@@ -238,7 +239,8 @@ def make(
         nobody[-1] = False
         case.slots[nobody.all(1)] = -1
         case.chosen[nobody] = experts
-        case.x[case.slots < 0], case.shares[case.slots < 0] = torch.nan, torch.nan
+        for given in (case.x, case.shares, case.logits, case.hidden):
+            given[case.slots < 0] = torch.nan
     return case
 
 
@@ -276,6 +278,14 @@ STEP_SHAPES = [
     Shape(experts=3, hidden=96, inner=32, shared=96, form=Int8(32, F16)),
     Shape(experts=4, top_k=3, hidden=64, shared=None, form=Int8(64)),
 ]
+# For several rows, in every format.
+STEP_ROWS_SHAPES = [
+    Shape(experts=4, hidden=64, shared=None),
+    Shape(experts=5, top_k=1, hidden=64, form=Int4(32, F16), shared_form=Int8(64)),
+    Shape(experts=4, top_k=1, hidden=64, shared=None, form=Int4Min(32, F16), down_form=Int8(32, F16)),
+    Shape(experts=5, top_k=3, hidden=48, inner=24, shared=20, group=None),
+    Shape(experts=40, top_k=2, hidden=97, inner=5, shared=None, group=None),
+]
 # In bfloat16: those of groups of 128 with sizes that are multiples of 256 are multiplied in fixed point. With rows of each.
 FIXED = Shape(hidden=256, inner=256, shared=256, group=128)
 ROWS_SHAPES = {
@@ -301,7 +311,7 @@ ROWS_SHAPES_F32 = {
     replace(FIXED, hidden=128, inner=128, shared=128): 16,
     Shape(hidden=64, group=32): 2,
     FLOATS: 33,
-    replace(FLOATS, experts=6): 1,
+    replace(FLOATS, experts=6): 2,
     Shape(hidden=64, form=Int4Min(32, F16), down_form=Int8(32, F16)): 5,
     Shape(experts=3, hidden=96, inner=32, shared=96, form=Int8(), shared_form=Int8(32, F16)): 9,
 }
@@ -355,4 +365,5 @@ if DEVICE == "cuda":
         Shape(128, 8, 4096, 1536, None, 128),
         Shape(60, 4, 5120, 768, 3072),
     ]
+    STEP_ROWS_SHAPES += [replace(flagship, group=group) for group in (128, 32, None)]
     FLAGSHIPS += [replace(flagship, shared=None, group=group) for group in (128, 32, None)]

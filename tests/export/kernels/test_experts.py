@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from ostinato.export.kernels.experts import prefill_triton, reference, route_triton, rows_triton, step_triton
 from ostinato.export.kernels.linear.panels import pack_panels
-from ostinato.export.kernels.operands import ExpertWeights, Norm, Weight
+from ostinato.export.kernels.operands import ExpertWeights, Norm, Weight, unbiased
 
 from ...comparison import relative_error
 from .experts_cases import (
@@ -27,6 +27,7 @@ from .experts_cases import (
     PROMPT_SHAPES,
     ROWS_SHAPES,
     ROWS_SHAPES_F32,
+    STEP_ROWS_SHAPES,
     STEP_SHAPES,
     Case,
     Error,
@@ -49,6 +50,7 @@ class Form:
     Attributes:
         kernels: has the operations as attributes. None: the C++ kernels, which a fixture builds.
         thin: whether an operation takes each shape in every other dtype only.
+        padded: operations that get padding among their rows.
     """
 
     kernels: Any
@@ -59,6 +61,7 @@ class Form:
     dtypes: Sequence[torch.dtype] = (F32, BF16)
     device: str = DEVICE
     thin: bool = True
+    padded: Sequence[str] = ()
 
     def cases(self) -> Iterator[tuple[str, Shape, torch.dtype, int]]:
         """Yield operations, shapes, dtypes and numbers of rows. The C++ kernels, which are fast, and all forms on a GPU take
@@ -78,8 +81,8 @@ def reference_error(operation: str, shape: Shape, dtype: torch.dtype) -> float:
 
 
 def step_error(operation: str, shape: Shape, dtype: torch.dtype) -> float:
-    """Rounded once."""
-    return {F32: 3e-6, BF16: 4e-3}[dtype]
+    """Rounded once. `sparse_moe` is three operations."""
+    return {F32: 3e-6, BF16: 4e-3}[dtype] * (3 if operation == "sparse_moe" else 1)
 
 
 def rows_error(operation: str, shape: Shape, dtype: torch.dtype) -> float:
@@ -93,21 +96,56 @@ def cpu_error(operation: str, shape: Shape, dtype: torch.dtype) -> float:
     return product * {"experts_gate_up": 2, "experts": 3, "sparse_moe": 3}.get(operation, 1)
 
 
+def sparse_moe_rows(
+    x: Tensor,
+    norm: Norm,
+    gate: Tensor,
+    shared_gate: Tensor | None,
+    top_k: int,
+    routed: ExpertWeights,
+    shared: ExpertWeights | None,
+    slots: Tensor | None,
+) -> Tensor:
+    """The form for any number of rows, as in a trace: a call with few rows would take the step's."""
+    gate_up, down = (None, None) if shared is None else (shared.gate_up, shared.down)
+    weights = (*unbiased(routed.gate_up), *unbiased(gate_up), *unbiased(routed.down), *unbiased(down))
+    return rows_triton._sparse_moe_rows(x, norm.weight, norm.eps, gate, shared_gate, top_k, *weights, slots)
+
+
+ROWS = SimpleNamespace(sparse_moe=sparse_moe_rows)
 PROMPT = SimpleNamespace(experts=prefill_triton.experts, route=route_triton.route)
+PADDED = ("experts", "sparse_moe")
 FORMS = {
-    "reference": Form(reference, ALL, CPU_SHAPES, (2, 17, 3, 5), reference_error, (F32, BF16, F64), "cpu"),
+    "reference": Form(
+        reference, ALL, CPU_SHAPES, (2, 17, 3, 5), reference_error, (F32, BF16, F64), "cpu", padded=PADDED
+    ),
     # It gathers this row's experts.
     "reference of one row": Form(
-        reference, ("experts",), CPU_SHAPES, (1,), reference_error, (F32, BF16, F64), "cpu", thin=False
+        reference, ("experts",), CPU_SHAPES, (1,), reference_error, (F32, BF16, F64), "cpu", False, PADDED
     ),
     "step": Form(step_triton, STEP, STEP_SHAPES, (1,), step_error),
-    "rows": Form(rows_triton, ("sparse_moe",), ROWS_SHAPES, [*ROWS_SHAPES.values()], rows_error, (BF16,), thin=False),
-    "rows in float32": Form(
-        rows_triton, ("sparse_moe",), ROWS_SHAPES_F32, [*ROWS_SHAPES_F32.values()], rows_error, (F32,), thin=False
+    "step of several": Form(
+        step_triton,
+        (*STEP, "sparse_moe"),
+        STEP_ROWS_SHAPES,
+        (5, 2, 8),
+        step_error,
+        padded=("experts_down", "sparse_moe"),
     ),
-    "prompt": Form(PROMPT, ("experts",), PROMPT_SHAPES, (1, 17, 2, 64, 5, 130, 3), rows_error, thin=False),
-    "prompt of the flagship": Form(PROMPT, ("experts",), FLAGSHIPS, (1, 2, 512), rows_error, (BF16,), thin=False),
-    "C++": Form(None, ALL, CPU_SHAPES, (1, 2, 3, 5, 31, 33, 70, 150), cpu_error, device="cpu", thin=False),
+    # Padding for rows has a test of its own.
+    "rows": Form(ROWS, ("sparse_moe",), ROWS_SHAPES, [*ROWS_SHAPES.values()], rows_error, (BF16,), thin=False),
+    "rows in float32": Form(
+        ROWS, ("sparse_moe",), ROWS_SHAPES_F32, [*ROWS_SHAPES_F32.values()], rows_error, (F32,), thin=False
+    ),
+    "prompt": Form(
+        PROMPT, ("experts",), PROMPT_SHAPES, (1, 17, 2, 64, 5, 130, 3), rows_error, thin=False, padded=PADDED
+    ),
+    "prompt of the flagship": Form(
+        PROMPT, ("experts",), FLAGSHIPS, (1, 2, 512), rows_error, (BF16,), thin=False, padded=PADDED
+    ),
+    "C++": Form(
+        None, ALL, CPU_SHAPES, (1, 2, 3, 5, 31, 33, 70, 150), cpu_error, device="cpu", thin=False, padded=PADDED
+    ),
 }
 
 
@@ -130,8 +168,7 @@ def reads_all(name: str, operation: str) -> bool:
 def test_definition(
     kernels_of: Callable[[str], Any], name: str, operation: str, shape: Shape, dtype: torch.dtype, rows: int
 ) -> None:
-    # Padding for rows has a test of its own.
-    case = made(name, shape, rows, dtype, operation == "experts" or (operation == "sparse_moe" and "rows" not in name))
+    case = made(name, shape, rows, dtype, operation in FORMS[name].padded)
     if name == "reference" and dtype == BF16:
         # Where a CPU multiplies bfloat16 numbers in tiles, NaN reaches the next rows if K does not fill the tiles.
         case = replace(case, x=case.x.nan_to_num())
@@ -150,7 +187,7 @@ ROUTED = [
     ("reference", "route"),
     ("prompt", "route"),
     *product(("reference", "step", "C++"), ["experts_down"]),
-    *product(("reference", "rows", "C++"), ["sparse_moe"]),
+    *product(("reference", "step", "rows", "C++"), ["sparse_moe"]),
 ]
 
 
@@ -168,11 +205,6 @@ def weight(values: Tensor, name: str) -> Weight:
     return Weight(pack_panels(None, values, None)[0], in_panels=True) if name == "C++" else Weight(values)
 
 
-def row_by_row(name: str, function: Callable[..., Tensor], logits: Tensor) -> Tensor:
-    """Call a function with all rows of logits, or with one after the other where a form takes a single row."""
-    return torch.cat([function(row.clone()) for row in logits.split(1)]) if name == "step" else function(logits)
-
-
 def shares_of(kernels: Any, name: str, operation: str, logits: Tensor, top_k: int, slots: Tensor) -> Tensor:
     """Return the share of each row in each expert, [rows, E] float64, as an operation uses it: expert e adds its share to
     element e of the output."""
@@ -188,13 +220,8 @@ def shares_of(kernels: Any, name: str, operation: str, logits: Tensor, top_k: in
     size = count if operation == "experts_down" else 64 if count <= 64 else 256
     down = weight(torch.eye(size).to(logits)[:count, :, None].contiguous(), name)
     if operation == "experts_down":
-        return row_by_row(
-            name,
-            lambda some: kernels.experts_down(
-                some.new_ones(len(some), top_k), some, top_k, down, None, torch.zeros_like(some)
-            ),
-            logits,
-        ).double()
+        ones, zeros = logits.new_ones(rows, top_k), torch.zeros_like(logits)
+        return kernels.experts_down(ones, logits, top_k, down, None, zeros).double()
     # A normed row has a single element, the root of its size. The gate multiplies it to the row's logits.
     root = size**0.5
     x = 2**-20 * torch.eye(size).to(logits)[:rows]
@@ -251,11 +278,7 @@ def test_order_of_inner_activations(
     gate_up = torch.full((count, 16, 8), 16.0)
     gate_up[:, 8:] = (torch.arange(count)[:, None, None] >> torch.arange(8)[:, None] & 1) / 1024
     norm, routed = Norm(torch.ones(8, device=logits.device), 0.0), weight(gate_up.to(logits), name)
-    found = row_by_row(
-        name,
-        lambda some: kernels_of(name).experts_gate_up(some.new_ones(len(some), 8), norm, some, top_k, routed, None),
-        logits,
-    )
+    found = kernels_of(name).experts_gate_up(logits.new_ones(5, 8), norm, logits, top_k, routed, None)
     chosen = (found.unflatten(1, (top_k, 8)) * 2 ** torch.arange(8, device=logits.device)).sum(2)
     assert torch.equal(chosen.long(), route(logits, top_k)[1])
 
@@ -287,11 +310,12 @@ SEVERAL = (5, [(replace(FIXED, experts=4), BF16), (FLOATS, F32)])
 # For inputs in float32 and weights in int4, the C++ kernels turn inputs into bytes.
 SMALL = {
     "step": (1, [(Shape(hidden=64), BF16), (FLOATS, F32)]),
+    "step of several": (5, [(Shape(experts=4, top_k=1, hidden=64, shared=None), BF16), (FLOATS, F32)]),
     "C++": (5, [*SEVERAL[1], (Shape(), F32)]),
 }
 EACH = [
     (name, operation, *layer)
-    for name in ("reference", "step", "rows", "prompt", "C++")
+    for name in ("reference", "step", "step of several", "rows", "prompt", "C++")
     for operation in FORMS[name].operations
     for layer in SMALL.get(name, SEVERAL)[1]
 ]
@@ -302,7 +326,8 @@ EACH = [
 def test_repeated_bit_for_bit(
     kernels_of: Callable[[str], Any], name: str, operation: str, shape: Shape, dtype: torch.dtype
 ) -> None:
-    case, kernels = made(name, shape, 1 if name == "step" else 33, dtype), kernels_of(name)
+    rows = {"step": 1, "step of several": 8}.get(name, 33)
+    case, kernels = made(name, shape, rows, dtype), kernels_of(name)
     assert same_bits(case.run(kernels, operation), case.run(kernels, operation))
 
 
@@ -318,6 +343,7 @@ def test_nan_shows_in_its_row_alone(
             assert out[bad].isnan().all() and out[torch.arange(rows) != bad].isfinite().all()
 
 
+STEPS = [(shape, (BF16, F32)[turn % 2]) for turn, shape in enumerate(STEP_ROWS_SHAPES)]
 MIXTURES = [(name, *layer) for name in ("reference", "rows", "C++") for layer in SEVERAL[1]]
 
 
@@ -341,6 +367,21 @@ def test_a_row_does_not_depend_on_its_company(
         # Products may take other numbers of rows together.
         assert relative_error(out[kept], alone[kept]) < FORMS[name].error("sparse_moe", shape, dtype)
         assert torch.equal(case.run(kernels, "sparse_moe"), alone)
+
+
+@contract("shape dtype", STEPS)
+def test_a_row_of_a_step_has_the_same_bits_among_any_number(shape: Shape, dtype: torch.dtype) -> None:
+    """One row, and the same row among others and padding, whose result is its residual. Experts that only padding would
+    choose are NaN."""
+    case, padding = made("step", shape, 8, dtype), [0, 3]
+    every = case.run(rows_triton, "sparse_moe", with_slots=False)
+    for rows in (1, 2, 5):
+        some = replace(case, x=case.x[-rows:], slots=case.slots[-rows:].clone())
+        if rows > max(padding):
+            some.slots[padding] = -1
+        out, tokens = some.poisoned("sparse_moe").run(rows_triton, "sparse_moe"), some.slots >= 0
+        assert out.isfinite().all() and torch.equal(out[tokens], every[-rows:][tokens])
+        assert torch.equal(out[~tokens], some.x[~tokens])
 
 
 @contract("name shape dtype", MIXTURES)

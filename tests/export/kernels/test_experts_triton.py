@@ -25,7 +25,7 @@ from .conftest import run_compiled
 from .experts_cases import FIXED, FLOATS, ROWS_SHAPES, ROWS_SHAPES_F32, Case, Expert, Shape, check, make
 from .linear_cases import F16
 from .runs import DEVICE, checkered, padded
-from .test_experts import rows_error, step_error
+from .test_experts import ROWS, rows_error, step_error
 from .weights import BF16, EPS, F32, Operand
 
 
@@ -124,8 +124,9 @@ def test_many_rows(shape: Shape, rows: int) -> None:
     check(make(shape, rows, BF16), rows_triton, "sparse_moe", rows_error("sparse_moe", shape, BF16))
 
 
-def test_one_row_is_computed_as_a_single_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    case, calls = make(FLOATS, 1, F32), []
+@pytest.mark.parametrize("rows", (1, 8))
+def test_few_rows_are_computed_as_single_tokens(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, calls = make(FLOATS, rows, F32), []
 
     def sparse_moe(*operands: Any) -> torch.Tensor:
         calls.append(operands)
@@ -134,6 +135,7 @@ def test_one_row_is_computed_as_a_single_token(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(step_triton, "sparse_moe", sparse_moe)
     assert case.run(rows_triton, "sparse_moe") is case.hidden
     case.run(step_triton, "sparse_moe")
+    make(FLOATS, 9, F32).run(rows_triton, "sparse_moe")
     first, second = calls
     assert len(first) == len(second) and all(a is b or a == b for a, b in zip(first, second, strict=True))
 
@@ -198,7 +200,8 @@ def test_refusals(sizes: tuple[int, int, int, int, Format | None], limit: str) -
 @pytest.mark.parametrize("routed", (True, False))
 @pytest.mark.parametrize(
     ("kernels", "operation", "rows"),
-    [(step_triton, "experts_gate_up", 1), (step_triton, "experts_down", 1), (rows_triton, "sparse_moe", 5)],
+    [(step_triton, "experts_gate_up", 1), (step_triton, "experts_down", 1), (ROWS, "sparse_moe", 5)],
+    ids=("experts_gate_up", "experts_down", "sparse_moe"),
 )
 def test_only_some_weights_are_integers(
     kernels: Any, operation: str, rows: int, routed: bool, dtype: torch.dtype
@@ -240,16 +243,16 @@ def test_more_rows_than_a_step_has_are_refused() -> None:
         replace(case, x=torch.zeros(513, FIXED.hidden, dtype=BF16, device=DEVICE)).run(rows_triton, "sparse_moe")
 
 
-# Prints for a single row, for up to 16, up to 256 and for 257 to 512: our operators, the range of each dimension that is a
+# Prints for a single row, for up to 8, 16 and 256, and for 257 to 512: our operators, the range of each dimension that is a
 # symbol, the rows of the result.
 TRACED = """
 import torch
 from tests.export.kernels.compiled_launches import BF16, INNER, ExpertsLayer
 
-for max_rows in (1, 16, 256, 512):
+for max_rows in (1, 8, 16, 256, 512):
     rows = torch.export.Dim("rows", min=257 if max_rows == 512 else 2, max=max_rows) if max_rows > 1 else None
     with torch.device("meta"):
-        layer, inputs = ExpertsLayer(BF16, 128, INNER), ExpertsLayer.inputs({1: 1, 512: 300}.get(max_rows, 15), BF16)
+        layer, inputs = ExpertsLayer(BF16, 128, INNER), ExpertsLayer.inputs({1: 1, 512: 300}.get(max_rows, 7), BF16)
         dynamic = ({0: rows}, {0: rows}) if max_rows > 1 else None
         program = torch.export.export(layer, inputs, dynamic_shapes=dynamic, strict=False)
     *nodes, output = program.run_decompositions({}).graph.nodes
@@ -260,12 +263,16 @@ for max_rows in (1, 16, 256, 512):
 
 
 def test_traced() -> None:
-    """Three operators for a single row. One operator for several rows: nothing in it depends on how many. Many rows have the
-    operators of a prompt."""
-    single = [f"ostinato.{name}.default" for name in ("route_logits", "experts_gate_up", "experts_down")]
+    """Three operators for a single row, and for up to 8. One operator for several rows. Nothing in them depends on how many.
+    Many rows have the operators of a prompt."""
+    step = [f"ostinato.{name}.default" for name in ("route_logits", "experts_gate_up", "experts_down")]
     several = [f"['ostinato.sparse_moe_rows.default'] [(2, {max_rows})] SymInt" for max_rows in (16, 256)]
     prompt = [f"ostinato.{name}.default" for name in ("route", "experts", "dequantize", "dequantize")]
-    assert run_compiled(TRACED).splitlines() == [f"{single} [] int", *several, f"{prompt} [(257, 512)] SymInt"]
+    assert run_compiled(TRACED).splitlines() == [
+        *(f"{step} [] int", f"{step} [(2, 8)] SymInt"),
+        *several,
+        f"{prompt} [(257, 512)] SymInt",
+    ]
 
 
 TRACED_PROMPT = """

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ostinato.delegate.artifact.names import ROWS_METHODS
 from ostinato.delegate.artifact.records import Growth, StateForm, StateKind
 from ostinato.delegate.sampling_params import SamplingTensors
 from ostinato.export.artifact.records import Constants
@@ -18,6 +19,7 @@ from ostinato.export.models import build_network, read_config
 from ostinato.export.models.methods import language_model_methods
 from ostinato.export.weights.stream import allocate_untouched
 
+from ...conftest import ROOT
 from ..networks import of_group
 
 
@@ -78,6 +80,27 @@ def test_prompts_and_rows_of_the_same_code(capitals_checkpoint: Path) -> None:
     shared = {kind for kind, graph in prompt.items() if graph is rows.get(kind)}
     assert shared == {"linear_attention layer", "full_attention layer"}
     assert {kind for kind, graph in hidden.items() if graph is not rows.get(kind)} == {"final norm"}
+
+
+def test_rows_of_a_gpu(capitals_checkpoint: Path) -> None:
+    """Each range of rows that has kernels of its own is a method. The names stand in the order of the ranges."""
+    pytest.importorskip("triton")
+    config = read_config(capitals_checkpoint)[1]
+    methods = language_model_methods(build_network(config, 1024, torch.float32, kernels=kernels_for("cuda")))
+    rows = {name: methods[name].dynamic_shapes["tokens"][0] for name in ROWS_METHODS}
+    ranges = {"step_rows": (2, 8), "few_rows": (2, 16), "rows": (2, 256), "many_rows": (257, 512)}
+    assert {name: (size.min, size.max) for name, size in rows.items()} == ranges
+    assert [*ROWS_METHODS] == sorted(ROWS_METHODS, key=lambda name: rows[name].max)
+
+
+def test_few_rows_without_experts_have_one_method() -> None:
+    """The kernels of a single token that take a few rows are those of experts."""
+    pytest.importorskip("triton")
+    config = read_config(ROOT / "tests" / "assets" / "configs" / "Qwen3.5-0.8B")[1]
+    with torch.device("meta"):
+        network = build_network(config, 1024, torch.bfloat16, kernels=kernels_for("cuda"))
+    methods = language_model_methods(network)
+    assert [name for name in ROWS_METHODS if name in methods] == ["few_rows", "rows", "many_rows"]
 
 
 @pytest.mark.parametrize("chunk", [3, 4, 5, 6])
