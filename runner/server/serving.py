@@ -94,17 +94,19 @@ async def _serve(options: ServeOptions, listener: socket.socket) -> int:
             if so_far == total:
                 log.info("loaded; capturing graphs and warming up")
 
-        log.info("loading %s", options.artifact)
         engine = AsyncEngine(options.artifact, on_load=on_load, **options.engine)
+        sessions = None
+        if options.session_dir is not None:
+            # Loading may take long: what is wrong with the folder is said before.
+            sessions = SessionStore(engine, options.session_dir, options.session_ttl_seconds)
+        log.info("loading %s", options.artifact)
         await engine.__aenter__()
     try:
         name = options.name or folder.resolve().name
         metrics = Metrics(name)
         service = Service(
-            engine, Answering(engine, metrics), metrics, name, options.logs_requests, options.logs_prompts
+            engine, Answering(engine, metrics), metrics, name, options.logs_requests, options.logs_prompts, sessions
         )
-        if options.session_dir is not None:
-            service.sessions = SessionStore(engine, options.session_dir, options.session_ttl_seconds)
         gate = Gate(make_app(service), options.keys)
         server = _Server(uvicorn.Config(gate, **_UVICORN), gate, service, options.drain_seconds)
 

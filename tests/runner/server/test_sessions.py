@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -275,3 +277,14 @@ def test_an_answer_that_history_shows_otherwise(capitals_artifact: Path, tmp_pat
     with serving(folder, *options) as server:
         assert cached(ask(server, name, "What is the capital of Italy?")) > cached(again)
         assert server.end() == 0
+
+
+def test_a_folder_that_cannot_be_used(capitals_artifact: Path, tmp_path: Path) -> None:
+    """It is said before the model is loaded, which may take long."""
+    path = tmp_path / "file"
+    path.touch()
+    command = [sys.executable, "-m", "ostinato.runner.cli", "serve", str(capitals_artifact), "--port", "0"]
+    found = subprocess.run([*command, "--session-dir", str(path)], capture_output=True, text=True, timeout=PATIENCE)
+    assert (found.returncode, found.stdout) == (2, "")
+    assert f"--session-dir: {path} cannot be used: File exists" in found.stderr
+    assert "loading" not in found.stderr
