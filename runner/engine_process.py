@@ -191,7 +191,11 @@ class EngineProcess:
         try:
             options = _checked(start.options)
             self._engine = Engine.load(start.path, **options, on_load=self._advance, on_total=self._begin)
-            return Reply(start.id, self._ready())
+            ready = self._ready()
+            # A service manager's SIGTERM goes to all processes. It is the owner's, which may await answers. One that comes
+            # before there can be any ends the loading, which may take long.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            return Reply(start.id, ready)
         except Exception as error:
             return Reply(start.id, error=Ended.of(error))
 
@@ -236,9 +240,8 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Answer the owner, whose socket's number is the argument. The process ends when the owner does."""
-    # Ctrl-C in a terminal and a service manager's SIGTERM go to all processes. They are the owner's, which may await answers.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    # Ctrl-C in a terminal is the owner's.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # What libraries print is not the owner's output.
     os.dup2(2, 1)
     channel = EngineChannel(socket.socket(fileno=int(sys.argv[1])))

@@ -255,3 +255,20 @@ def test_signals_are_the_owners(capitals_artifact: Path, number: signal.Signals)
         assert process.stdout.readline() == "Paris\n"
         assert process.wait(PATIENCE) == 0
     wait_for_end(pid)
+
+
+def test_a_service_managers_signal_ends_the_loading(run: Run, capitals_artifact: Path) -> None:
+    """It may come when there is no answer yet that the owner awaits, and loading may take long."""
+
+    async def signalled() -> None:
+        engine = AsyncEngine(capitals_artifact)
+        loading = asyncio.create_task(engine.__aenter__())
+        while not loading.done():
+            with suppress(ClosedError):
+                os.kill(engine.pid, signal.SIGTERM)
+                break
+            await asyncio.sleep(0.001)
+        with pytest.raises(EngineProcessError):
+            await loading
+
+    run(signalled())
