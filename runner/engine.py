@@ -27,7 +27,7 @@ from .scheduler.step_times import StepTimes
 from .sessions.session import Session
 from .sessions.sessions import Sessions
 from .sessions.warm_up import WarmUp, warm_up
-from .stream import DEFAULT_MAX_NEW_TOKENS, Piece, Result, Stream
+from .stream import DEFAULT_MAX_NEW_TOKENS, Result, Stream
 from .text.prompts import check_prompt, encode_prompt
 from .text.tokenizer import Message, Tokenizer
 from .text_request import TextRequest, answer_readers, explains_options
@@ -303,12 +303,17 @@ class Engine:
             ignore_eos=ignore_eos,
             stop=stop,
         )
-        return self._stream(asked, lambda text, _: text or None)
+        answer = self.answer(asked)
+        return Stream((text for text in answer if text), answer.result, answer)
 
     def answer(self, asked: TextRequest) -> Stream[str]:
         """Return the answer to a request with `n=1`, as `generate` does. After a step that completes no text, as one with a
         part of the prompt, there is an empty piece: the stream can be closed there."""
-        return self._stream(asked, lambda text, _: text)
+        request = asked.for_scheduler(self.driver.new_id(), self.tokenizer)
+        self.driver.check(request)
+        (reader,) = answer_readers(asked, request, self.tokenizer)
+        outputs = self._read(request, reader)
+        return Stream((text for text, _ in outputs), reader.result, outputs)
 
     @explains_options
     def generate_tokens(
@@ -329,11 +334,9 @@ class Engine:
         request = asked.with_tokens(self.driver.new_id(), token_ids(tokens))
         self.driver.check(request)
         reader = AnswerReader(len(request.tokens))
-
-        def token(_: str, output: Output) -> int | None:
-            return output.tokens[0] if output.tokens and output.finish_reason != "stop" else None
-
-        return Stream(self._pieces(request, reader, token), reader.result)
+        outputs = self._read(request, reader)
+        pieces = (output.tokens[0] for _, output in outputs if output.tokens and output.finish_reason != "stop")
+        return Stream(pieces, reader.result, outputs)
 
     @explains_options
     def generate_all(self, prompts: Iterable[str | Sequence[Message]], **options: Any) -> list[Result]:
@@ -379,7 +382,7 @@ class Engine:
                 readers[request.id] = number, dict(enumerate(answer_readers(asked, request, tokenizer)))
                 yield request
 
-        # Closed at once, as in `_pieces`.
+        # Closed with this generator: not every interpreter drops what a closed one reads.
         with closing(self.driver.outputs_of_all(prepared())) as outputs:
             for output in outputs:
                 number, answers = readers[output.id]
@@ -432,25 +435,11 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _stream(self, asked: TextRequest, piece: Callable[[str, Output], str | None]) -> Stream[str]:
-        request = asked.for_scheduler(self.driver.new_id(), self.tokenizer)
-        self.driver.check(request)
-        (reader,) = answer_readers(asked, request, self.tokenizer)
-        return Stream(self._pieces(request, reader, piece), reader.result)
-
-    def _pieces(
-        self, request: Request, reader: AnswerReader, piece: Callable[[str, Output], Piece | None]
-    ) -> Generator[Piece, None, None]:
-        """Yield what `piece` makes of the text of each output, and the output, but None. The result is complete at the end,
-        also of a closed generator."""
+    def _read(self, request: Request, reader: AnswerReader) -> Generator[tuple[str, Output], None, None]:
+        """Yield the text of each output, and the output. The result is complete at the end, also of a closed generator."""
         result = reader.result
         try:
-            # Closed at once: not every interpreter drops an iterator with the generator that reads it.
-            with closing(reader.read_all(self.driver.outputs(request))) as answer:
-                for text, output in answer:
-                    found = piece(text, output)
-                    if found is not None:
-                        yield found
+            yield from reader.read_all(self.driver.outputs(request))
         finally:
             result.methods = self.model.method_stats
             stats = self.program.stats

@@ -68,12 +68,23 @@ class Result:
 class Stream(Iterator[Piece], Generic[Piece]):
     """The pieces of one answer, each computed when it is taken: texts, or token ids. Made by `Engine`.
 
+    Args:
+        pieces: the pieces.
+        source: what `pieces` reads, and `close` closes: not every interpreter drops it with a closed generator. None:
+            `pieces` reads nothing that is to be closed.
+
     Attributes:
         result: the answer so far. Its times and counters are complete when the last piece was taken, or at `close`.
     """
 
-    def __init__(self, pieces: Generator[Piece, None, None], result: Result) -> None:
+    def __init__(
+        self,
+        pieces: Generator[Piece, None, None],
+        result: Result,
+        source: Generator[Any, None, None] | Stream[Any] | None = None,
+    ) -> None:
         self._pieces = pieces
+        self._source = pieces if source is None else source
         self.result = result
 
     def __next__(self) -> Piece:
@@ -81,7 +92,7 @@ class Stream(Iterator[Piece], Generic[Piece]):
 
     def close(self) -> None:
         """End the answer here, and give its session back. Closing twice is fine."""
-        self._pieces.close()
+        self._source.close()
 
 
 class AsyncStream(AsyncIterator[str]):

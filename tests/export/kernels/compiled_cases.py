@@ -68,6 +68,19 @@ class Group:
     max_shared: int | None = None
 
 
+# The experts' kernels of a step, for one row and for a few.
+STEP_EXPERTS = partial(
+    Group,
+    analysed=((90, BF16, 128, INNER), (90, BF16, (INT4_MIN, INT8, INT8), INNER)),
+    written={
+        "route_logits_early": ["logits"],
+        "experts_gate_up_early": ["hidden"],
+        "experts_down_early": ["out"],
+    },
+    complete=(89, 90),
+    max_spilled_newer={("route_logits_early", "fp32"): 24},
+)
+
 GROUPS = {
     "attention_step": Group(
         launches=partial(attention, rows=(1,)),
@@ -156,7 +169,7 @@ GROUPS = {
         },
     ),
     # (compute capability, dtype, group size, number formats or None, the shared expert's inner size, 0 without one)
-    "experts_step": Group(
+    "experts_step": STEP_EXPERTS(
         launches=partial(experts, rows=(1,)),
         cases=(
             (90, BF16, 128, INNER),
@@ -172,17 +185,9 @@ GROUPS = {
             (90, BF16, (INT8, INT4_MIN, None), INNER),
             (90, F32, (INT4_MIN, INT8, INT4_MIN), INNER),
         ),
-        analysed=((90, BF16, 128, INNER), (90, BF16, (INT4_MIN, INT8, INT8), INNER)),
-        written={
-            "route_logits_early": ["logits"],
-            "experts_gate_up_early": ["hidden"],
-            "experts_down_early": ["out"],
-        },
-        complete=(89, 90),
-        max_spilled_newer={("route_logits_early", "fp32"): 24},
     ),
     # Up to 8 rows; some may be padding.
-    "experts_step_of_several": Group(
+    "experts_step_of_several": STEP_EXPERTS(
         launches=partial(experts, rows=(5,)),
         cases=(
             (90, BF16, 128, INNER),
@@ -192,14 +197,6 @@ GROUPS = {
             (90, BF16, (INT4_MIN, INT8, INT8), INNER),
             (90, BF16, (INT8, INT4_MIN, None), INNER),
         ),
-        analysed=((90, BF16, 128, INNER), (90, BF16, (INT4_MIN, INT8, INT8), INNER)),
-        written={
-            "route_logits_early": ["logits"],
-            "experts_gate_up_early": ["hidden"],
-            "experts_down_early": ["out"],
-        },
-        complete=(89, 90),
-        max_spilled_newer={("route_logits_early", "fp32"): 24},
     ),
     "experts_rows": Group(
         # Few rows, and many; neither number is a multiple of 16.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ pytest.importorskip("triton")
 
 from ostinato.export.kernels.experts import prefill_triton, reference, route_triton, rows_triton, step_triton
 from ostinato.export.kernels.linear.panels import pack_panels
-from ostinato.export.kernels.operands import ExpertWeights, Norm, Weight, unbiased
+from ostinato.export.kernels.operands import ExpertWeights, Norm, Weight
 
 from ...comparison import relative_error
 from .experts_cases import (
@@ -96,20 +97,10 @@ def cpu_error(operation: str, shape: Shape, dtype: torch.dtype) -> float:
     return product * {"experts_gate_up": 2, "experts": 3, "sparse_moe": 3}.get(operation, 1)
 
 
-def sparse_moe_rows(
-    x: Tensor,
-    norm: Norm,
-    gate: Tensor,
-    shared_gate: Tensor | None,
-    top_k: int,
-    routed: ExpertWeights,
-    shared: ExpertWeights | None,
-    slots: Tensor | None,
-) -> Tensor:
+def sparse_moe_rows(*arguments: Any) -> Tensor:
     """The form for any number of rows, as in a trace: a call with few rows would take the step's."""
-    gate_up, down = (None, None) if shared is None else (shared.gate_up, shared.down)
-    weights = (*unbiased(routed.gate_up), *unbiased(gate_up), *unbiased(routed.down), *unbiased(down))
-    return rows_triton._sparse_moe_rows(x, norm.weight, norm.eps, gate, shared_gate, top_k, *weights, slots)
+    with mock.patch.object(rows_triton, "STEP_ROWS", 0):
+        return rows_triton.sparse_moe(*arguments)
 
 
 ROWS = SimpleNamespace(sparse_moe=sparse_moe_rows)

@@ -145,6 +145,7 @@ def test_leaving_in_the_middle(engine: Engine, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("stream", ["generate", "answer", "generate_tokens", "chat"])
 def test_closing_a_stream(engine: Engine, monkeypatch: pytest.MonkeyPatch, stream: str) -> None:
     keep_generators(monkeypatch, AnswerReader, "read_all")
+    keep_generators(monkeypatch, Engine, "_read")
     question = QUESTION.format("France")
     if stream == "generate":
         pieces: Stream[str] | Stream[int] = engine.generate(question, max_new_tokens=100, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""What the prefix cache has no more room for, in files: that it comes back, that nothing waits, and what goes wrong."""
+"""State files: the prefix cache writes what it has no more room for; it comes back, nothing waits, and errors are told."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_conversations_that_go_on(engine: Engine, mode: str, tmp_path: Path, hos
 
 
 def test_models_of_keys_and_values(dense: Path, tmp_path: Path) -> None:
-    """What a window has left behind is in no file. Without one, histories that part go on from where they do."""
+    """A file has nothing that a window has left behind. Without one, histories that part go on from where they do."""
     with Engine.load(dense, sessions=2, kv_tokens=24 * PAGE) as engine, Engine.load(dense) as reference:
         windows = any(group.window for group in engine.program.capacity.groups)
         with driving(engine) as driven:

@@ -46,7 +46,7 @@ def test_several_answers_and_prompts(client: Any) -> None:
 
 
 def test_parameters_for_another_service_change_nothing(client: Any) -> None:
-    """What OpenAI keeps, bills or watches by. Clients send these to any server."""
+    """Parameters by which OpenAI keeps, bills or watches. Clients send these to any server."""
     others = {
         **{"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "s"},
         **{"prompt_cache_key": "k", "prompt_cache_options": {"ttl": "1h"}, "prompt_cache_retention": "24h"},

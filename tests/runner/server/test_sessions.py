@@ -264,7 +264,7 @@ def test_forks_and_rewinds_of_what_was_forgotten(capitals_artifact: Path, tmp_pa
 
 
 def test_an_answer_that_history_shows_otherwise(capitals_artifact: Path, tmp_path: Path) -> None:
-    """What is saved is the state from which the next turn goes on, not that behind the answer."""
+    """The state from which the next turn goes on is saved, not that behind the answer."""
     folder = Path(shutil.copytree(capitals_artifact, tmp_path / "capitals"))
     change(folder / "tokenizer_config.json", chat_template=THINKING)
     change(folder / "tokenizer.json", normalizer=DROPPED)
