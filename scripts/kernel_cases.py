@@ -43,6 +43,24 @@ def decode_cases(shapes: Shapes, depths: tuple[int, ...], rows: int = 1) -> list
     return [replace(case, rows=rows) for case in cases if case.calls or case.function in compared]
 
 
+def layer_cases(shapes: Shapes, depth: int, rows: int = 1) -> dict[str, list[Case]]:
+    """The operations of one layer of each kind that the model has, in their order: "linear_attention" and
+    "full_attention"."""
+    config = shapes.config
+    kinds = {"full_attention": _attention(shapes, rows, 1, (depth,))}
+    if isinstance(config, Qwen3_5Config):
+        kinds["linear_attention"] = _delta_net(config, shapes, rows, 1)
+    if isinstance(config, Qwen3_5Config) and config.is_moe:
+        others = _moe(config, shapes) if rows == 1 else [_moe_rows(config, shapes, rows)]
+    else:
+        others = _dense(shapes, rows)
+    return {
+        kind: [replace(case, rows=rows) for case in (*cases, *others) if case.calls]
+        for kind, cases in sorted(kinds.items(), reverse=True)
+        if kind in config.layer_types
+    }
+
+
 def prompt_case(shapes: Shapes, rows: int) -> Case:
     """A prompt's product of an attention layer, whose kernel dequantises a weight of integers."""
     n, k = _qkv_outputs(shapes), shapes.config.hidden_size
