@@ -136,6 +136,10 @@ class RandomTensors:
         """Normal random numbers in float32."""
         return self.normal(*size, dtype=torch.float32, scale=scale)
 
+    def zeros(self, *size: int) -> Tensor:
+        """Zeros in float32."""
+        return torch.zeros(size, device=self.device)
+
     def whole(self, value: int, rows: int) -> Tensor:
         """`value` for each row: [rows] int64."""
         return torch.full((rows,), value, dtype=torch.int64, device=self.device)

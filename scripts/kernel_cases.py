@@ -17,7 +17,16 @@ from ostinato.delegate.logits_processing import ProcessingTensors
 from ostinato.delegate.sampling_params import MAX_LOGPROBS, SamplingParams
 from ostinato.export.formats.int4 import Int4
 from ostinato.export.kernels.experts.limits import check_experts
-from ostinato.export.kernels.operands import Convolution, Decay, ExpertWeights, Heads, KVCache, LastTokens
+from ostinato.export.kernels.operands import (
+    PENDING_UPDATES,
+    Convolution,
+    Decay,
+    ExpertWeights,
+    Heads,
+    KVCache,
+    LastTokens,
+    RecurrentState,
+)
 from ostinato.export.layers.build import PAGE_SIZE
 from ostinato.export.models.qwen3_5 import Qwen3_5Config
 
@@ -82,6 +91,13 @@ def _delta_net(config: Qwen3_5Config, shapes: Shapes, rows: int, layers: int) ->
     key_size, value_size = config.linear_key_head_dim, config.linear_value_head_dim
     size, channels = config.hidden_size, config.delta_net.channels
     outputs, itemsize = channels + value_dim, shapes.dtype.itemsize
+    pending = PENDING_UPDATES
+    # Several rows write a state in one of `pending + 1` steps. In the others each writes an update, and as many are pending
+    # as on an average of these steps.
+    used = 1 / 2 + 1 / (pending + 1)
+    moves = {"state.stored": 1 + 1 / (pending + 1), "state.keys": used, "state.updates": used}
+    if rows == 1:
+        moves = {"state.stored": 2, "state.keys": 0, "state.updates": 0}
 
     def convolution(random: RandomTensors) -> Convolution:
         width = config.linear_conv_kernel_dim
@@ -109,7 +125,11 @@ def _delta_net(config: Qwen3_5Config, shapes: Shapes, rows: int, layers: int) ->
             "mixed": random.normal(rows, outputs),
             "gates": random.wide(rows, 2 * heads),
             "decay": Decay(random.wide(heads) - 1, random.wide(heads)),
-            "state": random.wide(rows, heads, key_size, value_size),
+            "state": RecurrentState(
+                random.wide(rows, heads, key_size, value_size),
+                random.normal(rows, config.linear_num_key_heads, pending, key_size),
+                random.zeros(rows, heads, pending + 1, value_size),
+            ),
             "index": random.index(POSITION, rows),
             "norm_weight": 1 + random.wide(value_size, scale=0.3),
             "key_heads": config.linear_num_key_heads,
@@ -147,8 +167,8 @@ def _delta_net(config: Qwen3_5Config, shapes: Shapes, rows: int, layers: int) ->
             rows * value_dim * itemsize,
             layers,
             ("mixed", "gates", "index"),
-            moves={"state": 2, **UNROTATED},
-            writes=("state",),
+            moves={**moves, **UNROTATED},
+            writes=("state.stored",),
             comparable=lambda results: (results[0], results[1].sum(1)),
         ),
         _linear_add(shapes, rows, "delta_net", size, value_dim, layers, heads),

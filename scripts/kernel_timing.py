@@ -14,6 +14,8 @@ from kernel_case import Case
 from torch import Tensor
 
 from ostinato.delegate.graphs.nodes import inspect_graph, start_early
+from ostinato.export.kernels.delta_rule.reference import whole_states
+from ostinato.export.kernels.operands import RecurrentState
 
 # Largest allowed difference from the float64 reference, over the reference's largest number. bfloat16 results are rounded a
 # few times on their way; float32 results differ by the order of sums. Integers must be the same.
@@ -52,7 +54,10 @@ class Check:
 
 
 def check(case: Case, shapes: Shapes, device: str) -> Check:
-    """Compare results and written tensors with the float64 reference. Memory that the kernel allocates holds NaN before."""
+    """Compare results and written tensors with the float64 reference. Memory that the kernel allocates holds NaN before.
+
+    Recurrent states are compared with their pending updates.
+    """
     arguments = case.arguments(RandomTensors(shapes, device))
     wide = {name: with_tensors(value, _widened) for name, value in arguments.items()}
     with poisoned_memory():
@@ -61,7 +66,9 @@ def check(case: Case, shapes: Shapes, device: str) -> Check:
     pairs = {f"output {i}": pair for i, pair in enumerate(zip(found, expected, strict=True))}
     allowed = {name: TOLERANCE.get(one.dtype, 0.0) for name, (one, _) in pairs.items()}
     allowed |= {f"output {i}": TOLERANCE[shapes.dtype] for i in case.rounded}
-    after, after_wide = tensors_of(arguments), tensors_of(wide)
+    after, after_wide = (
+        tensors_of({name: _with_pending(value) for name, value in values.items()}) for values in (arguments, wide)
+    )
     pairs |= {name: (after[name], after_wide[name]) for name in case.writes}
     allowed |= {name: TOLERANCE.get(after[name].dtype, 0.0) for name in case.writes}
     errors = {name: difference(*pair) for name, pair in pairs.items()}
@@ -140,6 +147,13 @@ def _replay_milliseconds(graph: torch.cuda.CUDAGraph) -> float:
 def _widened(tensor: Tensor) -> Tensor:
     """A copy, with floating-point numbers in float64."""
     return tensor.to(torch.float64, copy=True) if tensor.is_floating_point() else tensor.clone()
+
+
+def _with_pending(value: Any) -> Any:
+    """An argument; recurrent states with their pending updates as stored ones."""
+    if not isinstance(value, RecurrentState):
+        return value
+    return RecurrentState(whole_states(value, torch.arange(len(value.stored), device=value.stored.device)))
 
 
 def _as_tuple(result: Any) -> tuple[Tensor, ...]:

@@ -205,12 +205,18 @@ def test_a_step_of_many_rows_with_a_graph(wide_artifact: Path) -> None:
 
 def test_no_state_is_copied_by_the_compiled_code(wide_artifact: Path, wide_config: Path) -> None:
     """The compiled code writes a buffer in place. Otherwise each step would silently copy a cache, a state or counts."""
+    from ostinato.export.kernels.operands import PENDING_UPDATES
     from ostinato.export.layers.build import PAGE_SIZE
     from ostinato.export.layers.state import EXAMPLE_PAGES, EXAMPLE_SLOTS
     from ostinato.export.models import read_config
+    from ostinato.export.models.qwen3_5 import Qwen3_5Config
 
     cache, state = (EXAMPLE_PAGES, 2, PAGE_SIZE, 256), (32, 128, 128)
-    counts = EXAMPLE_SLOTS, read_config(wide_config)[1].vocab_size
+    config = read_config(wide_config)[1]
+    assert isinstance(config, Qwen3_5Config)
+    counts = EXAMPLE_SLOTS, config.vocab_size
+    keys = EXAMPLE_SLOTS, config.linear_num_key_heads, PENDING_UPDATES, 128
+    updates = EXAMPLE_SLOTS, 32, PENDING_UPDATES + 1, 128
     sources = {path.stem: path.read_text() for path in wide_artifact.glob("*.cpp")}
     assert {"prefill", *ROWS_METHODS, "decode", "sample", LOGPROBS, "decode_sample"} <= set(sources)
     for method, source in sources.items():
@@ -219,6 +225,6 @@ def test_no_state_is_copied_by_the_compiled_code(wide_artifact: Path, wide_confi
         least = dict.fromkeys((*ROWS_METHODS, ROWS_HIDDEN, "sample", LOGPROBS), 0)
         assert len(shapes) >= least.get(method, 6), method
         # Neither the state of one session nor that of all.
-        assert not {cache, state, (1, *state), (EXAMPLE_SLOTS, *state), counts} & {*shapes}, method
+        assert not {cache, state, (1, *state), (EXAMPLE_SLOTS, *state), keys, updates, counts} & {*shapes}, method
     # A step allocates nothing as large as a state: even the logits are smaller.
     assert max(math.prod(shape) for shape in allocations(sources["decode"])) < math.prod(state)

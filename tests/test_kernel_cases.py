@@ -84,7 +84,10 @@ EIGHT_BYTES = {
     "norm_linear_conv": 12288 * (1024 + 32) + 64 * 2048 * 2 + 8192 * 4 * 2 + 8192
     + 8 * (2 * (3 * 8192 * 2) + 4096 + 2 * 8 + 12288 * 2 + 64 * 4),
     "conv_rows": 8192 * 4 * 2 + 8 * (2 * (3 * 8192 * 2) + 2 * 8 + 2 * 12288 * 2),
-    "delta_step": 2 * 32 * 4 + 128 * 4 + 8 * (2 * (32 * 128 * 128 * 4) + 12288 * 2 + 64 * 4 + 2 * 8 + 4096 * 2),
+    # A state is written in one of eight steps; its seven updates are read as often as the three and a half that are pending
+    # on average, and seven are written in eight steps.
+    "delta_step": 2 * 32 * 4 + 128 * 4 + 8 * (1.125 * (32 * 128 * 128 * 4) + 12288 * 2 + 64 * 4 + 2 * 8 + 4096 * 2)
+    + 8 * (1 / 2 + 1 / 8) * (16 * 7 * 128 * 2 + 32 * 8 * 128 * 4),
     "linear_add/delta_net": 2048 * (2048 + 64) + 8 * (4096 * 2 + 2048 * 2 + 2048 * 2),
     "norm_linear/qkv": 9216 * (1024 + 32) + 8192 + 8 * (4096 + 9216 * 2),
     "attend_step@4000": 2 * 256 * 4 + 8 * (9216 * 2 + 2 * 64 * 4 + 2 * 8 + 4001 * 2 * 2 * 256 * 2 + 4096 * 2) + 2000,

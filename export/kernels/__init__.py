@@ -28,12 +28,14 @@ class Kernels:
         folds_prompts: whether prompts take the folded operations, too.
         max_rows: the most rows of a call with rows of several sessions: one number for each range of rows that has kernels
             of its own, rising. Empty if no call may have rows of several sessions.
+        pending_updates: how many updates of a recurrent state may be pending (`operands.RecurrentState`).
         has_panels: whether the weights of linear layers are stored in panels (linear/panels.py).
     """
 
     folds_steps = False
     folds_prompts = False
     max_rows: tuple[int, ...] = ()
+    pending_updates = 0
     has_panels = False
 
     linear = staticmethod(linear_reference.linear)

@@ -145,6 +145,8 @@ class Heads:
 # the most rows of a call that takes the kernels for few rows. More than SOME_ROWS rows take the products of prompts. Up to
 # STEP_ROWS rows take the experts of a single token.
 MAX_ROWS, SOME_ROWS, FEW_ROWS, STEP_ROWS = 512, 256, 16, 8
+# P of `RecurrentState` on a GPU: a state is written in every eighth step. At most 8, and V - V / 8 for the smallest V, of 16.
+PENDING_UPDATES = 7
 
 
 class RowIndex(NamedTuple):
@@ -227,6 +229,54 @@ class Convolution:
 
     weight: Tensor
     state: Tensor
+
+
+@dataclass(frozen=True)
+class RecurrentState:
+    """The states of a gated delta rule, one matrix `S` [K, V] for each slot and head.
+
+    A GPU's kernels may keep the last updates of a state beside it, as *pending updates*, since an update is much smaller
+    than the state. The state of a head is then what its stored matrix becomes by its pending updates, in their order:
+    `S = exp(g) S + k u^T`, with a log decay g, a key k, and values u. Heads that share a key head share its keys.
+
+    Attributes:
+        stored: [slots, H, K, V] float32.
+        keys: [slots, key_heads, P, K] in the model's dtype, as they are before their normalisation. None: no update is
+            ever pending.
+        updates: [slots, H, P + 1, V] float32; None with `keys`. The first P rows are values, to which the write strength
+            and the inverse length of the key are applied. The last row begins with P log decays. It ends with V / 8 counts
+            of pending updates, all of them equal between calls: a program uses the counts that are of its own eights of
+            values, since other programs of the head run at other times. Updates past the count mean nothing.
+    """
+
+    stored: Tensor
+    keys: Tensor | None = None
+    updates: Tensor | None = None
+
+    @classmethod
+    def zeros(
+        cls, slots: int, heads: tuple[int, int], dims: tuple[int, int], pending: int, dtype: torch.dtype
+    ) -> RecurrentState:
+        """Make states of zeros on the CPU.
+
+        Args:
+            heads: numbers of key heads and of heads.
+            dims: K and V.
+            pending: P; 0: no update is ever pending.
+            dtype: the model's.
+        """
+        (key_heads, count), (key_dim, value_dim) = heads, dims
+        stored = torch.zeros(slots, count, key_dim, value_dim, device="cpu")
+        if not pending:
+            return cls(stored)
+        keys = torch.zeros(slots, key_heads, pending, key_dim, dtype=dtype, device="cpu")
+        return cls(stored, keys, torch.zeros(slots, count, pending + 1, value_dim, device="cpu"))
+
+    @property
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Stored states, keys and updates, as arguments of an operator that keeps updates pending."""
+        assert self.keys is not None and self.updates is not None, "the state has no room for pending updates"
+        return self.stored, self.keys, self.updates
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from ostinato.export.kernels import Kernels
 from .state import EXAMPLE_SLOTS
 
 # Positions in a page. A kernel takes tiles of 16 to 64 keys, and a tile never crosses a page. The half page that a session
-# leaves empty (0.65 MB) is little beside its state that does not grow (64 MB with 30 delta-nets of 32 heads).
+# leaves empty (0.65 MB) is little beside its state that does not grow (69 MB with 30 delta-nets of 32 heads).
 PAGE_SIZE = 64
 
 

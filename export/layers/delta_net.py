@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.delegate.artifact.records import StateKind
-from ostinato.export.kernels.operands import Convolution, Decay, HeadSquares, RowIndex
+from ostinato.export.kernels.operands import Convolution, Decay, HeadSquares, RecurrentState, RowIndex
 
 from .build import Build, parameter
 from .linear import Linear
@@ -58,10 +58,16 @@ class GatedDeltaNet(nn.Module):
 
     The recurrent state is float32 in every model dtype: it accumulates over the whole sequence. The gates' projections stay
     in the model's dtype when other weights are quantised.
+
+    Attributes:
+        unmoved_state: names of the buffers that hold pending updates of the state. A step of one row leaves none, so it does
+            not move these buffers.
     """
 
     conv_state: Tensor
     recurrent_state: Tensor
+    pending_keys: Tensor
+    pending_updates: Tensor
 
     def __init__(self, sizes: DeltaNetSizes, eps: float, build: Build) -> None:
         super().__init__()
@@ -78,13 +84,24 @@ class GatedDeltaNet(nn.Module):
         self.norm = GatedRMSNorm(value_size, eps)
         self.out_proj = Linear(sizes.values, sizes.hidden, build)
         conv = torch.zeros(EXAMPLE_SLOTS, sizes.conv_width - 1, sizes.channels, dtype=build.dtype, device="cpu")
-        recurrent = torch.zeros(EXAMPLE_SLOTS, heads, sizes.key_head_dim, value_size, device="cpu")
         register_state(self, StateKind.CONVOLUTION, conv_state=conv)
-        register_state(self, StateKind.RECURRENT, recurrent_state=recurrent)
+        dims = sizes.key_head_dim, value_size
+        recurrent = RecurrentState.zeros(
+            EXAMPLE_SLOTS, (sizes.key_heads, heads), dims, self.kernels.pending_updates, build.dtype
+        )
+        register_state(self, StateKind.RECURRENT, recurrent_state=recurrent.stored)
+        self.unmoved_state: tuple[str, ...] = ()
+        if recurrent.keys is not None and recurrent.updates is not None:
+            register_state(self, StateKind.RECURRENT, pending_keys=recurrent.keys, pending_updates=recurrent.updates)
+            self.unmoved_state = "pending_keys", "pending_updates"
 
     @property
     def convolution(self) -> Convolution:
         return Convolution(self.conv1d.weight, self.conv_state)
+
+    @property
+    def recurrence(self) -> RecurrentState:
+        return RecurrentState(self.recurrent_state, *(getattr(self, name) for name in self.unmoved_state))
 
     @property
     def decay(self) -> Decay:
@@ -97,7 +114,7 @@ class GatedDeltaNet(nn.Module):
         b, a = self.in_proj_ba(x).chunk(2, dim=1)
         mixed = self.kernels.convolve(qkv, self.convolution, index)
         out = self.kernels.gated_delta_rule(
-            mixed, a, b, self.decay, self.recurrent_state, index, self.key_heads, self.max_chunk
+            mixed, a, b, self.decay, self.recurrence, index, self.key_heads, self.max_chunk
         )
         out = self.norm(out, z.reshape(tokens, *self.heads_shape))
         return self.out_proj(out.reshape(tokens, -1))
@@ -109,6 +126,6 @@ class GatedDeltaNet(nn.Module):
             x, norm.operand, self.in_proj_qkvz.operand, self.in_proj_ba.weight, self.convolution, index
         )
         values, squares = kernels.delta_step(
-            mixed, gates, self.decay, self.recurrent_state, index, self.norm.weight, self.key_heads
+            mixed, gates, self.decay, self.recurrence, index, self.norm.weight, self.key_heads
         )
         return kernels.linear_add(values, self.out_proj.operand, x, HeadSquares(squares, self.norm.eps))

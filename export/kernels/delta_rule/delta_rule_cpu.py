@@ -5,18 +5,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ostinato.export.kernels.operands import Decay, RowIndex
+from ostinato.export.kernels.operands import Decay, RecurrentState, RowIndex
 from ostinato.export.kernels.operators_cpu import LIBRARY
 
 _LANES = 16
 
 
 def delta_step(
-    mixed: Tensor, gates: Tensor, decay: Decay, state: Tensor, index: RowIndex, norm_weight: Tensor, key_heads: int
+    mixed: Tensor,
+    gates: Tensor,
+    decay: Decay,
+    state: RecurrentState,
+    index: RowIndex,
+    norm_weight: Tensor,
+    key_heads: int,
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.delta_step`. The sum of squares of a head has one part for each 16 of its outputs."""
+    """See `reference.delta_step`. The sum of squares of a head has one part for each 16 of its outputs.
+
+    No update of the state may be pending.
+    """
     out, squares = _delta_step(
-        mixed, gates, decay.a_log, decay.dt_bias, state, index.positions, index.slots, norm_weight, key_heads
+        mixed, gates, decay.a_log, decay.dt_bias, state.stored, index.positions, index.slots, norm_weight, key_heads
     )
     return out, squares
 

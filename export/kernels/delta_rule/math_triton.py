@@ -124,3 +124,15 @@ def store_parts(
         tl.store(cells + size, low, mask=inside)
     else:
         tl.store(cells, x, mask=inside)
+
+
+@triton.jit
+def add_pairs(a0: tl.tensor, a1: tl.tensor, b0: tl.tensor, b1: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
+def add_triples(
+    a0: tl.tensor, a1: tl.tensor, a2: tl.tensor, b0: tl.tensor, b1: tl.tensor, b2: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    return a0 + b0, a1 + b1, a2 + b2

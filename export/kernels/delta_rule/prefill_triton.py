@@ -28,10 +28,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.export.kernels.launch import LARGE, MEDIUM, SMALL, fitting, launcher
-from ostinato.export.kernels.operands import Decay, RowIndex
+from ostinato.export.kernels.operands import Decay, RecurrentState, RowIndex
 
 from .limits import check_delta_rule
 from .math_triton import multiply_add, multiply_parts, token_count
+from .pending_triton import add_pending_columns, count_cell, keys_of, store_count, updates_of
 from .prepare_triton import prepare_kernel
 
 CHUNK = 64
@@ -83,7 +84,7 @@ def gated_delta_rule(
     a: Tensor,
     b: Tensor,
     decay: Decay,
-    state: Tensor,
+    state: RecurrentState,
     index: RowIndex,
     key_heads: int,
     max_tokens: int,
@@ -96,12 +97,13 @@ def gated_delta_rule(
     Raises:
         ExportError: see `check_delta_rule`.
     """
-    _, heads, key_dim, value_dim = state.shape
-    check_delta_rule(key_heads, heads, key_dim, value_dim)
-    return _gated_delta_rule(mixed, a, b, decay.a_log, decay.dt_bias, state, index.positions, index.slots, key_heads)
+    check_delta_rule(key_heads, *state.stored.shape[1:])
+    return _gated_delta_rule(
+        mixed, a, b, decay.a_log, decay.dt_bias, *state.arguments, index.positions, index.slots, key_heads
+    )
 
 
-@torch.library.triton_op("ostinato::gated_delta_rule", mutates_args={"state"})
+@torch.library.triton_op("ostinato::gated_delta_rule", mutates_args={"state", "pending"})
 def _gated_delta_rule(
     mixed: Tensor,
     a: Tensor,
@@ -109,6 +111,8 @@ def _gated_delta_rule(
     a_log: Tensor,
     dt_bias: Tensor,
     state: Tensor,
+    pending_keys: Tensor,
+    pending: Tensor,
     positions: Tensor,
     slots: Tensor,
     key_heads: int,
@@ -159,6 +163,8 @@ def _gated_delta_rule(
         u,
         factors,
         state,
+        pending_keys,
+        pending,
         positions,
         slots,
         out,
@@ -171,6 +177,7 @@ def _gated_delta_rule(
         V=value_dim,
         CHUNK=CHUNK,
         BLOCK=block,
+        P=pending_keys.shape[2],
         PARTS=config.parts,
         num_warps=SCAN_WARPS,
         num_stages=scan.stages,
@@ -186,6 +193,8 @@ def scan_kernel(
     u: tl.tensor,
     factors: tl.tensor,
     state: tl.tensor,
+    pending_keys: tl.tensor,
+    pending: tl.tensor,
     positions: tl.tensor,
     slots: tl.tensor,
     out: tl.tensor,
@@ -198,6 +207,7 @@ def scan_kernel(
     V: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
+    P: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
     """Program (block of values, head) takes its state through all chunks.
@@ -213,7 +223,12 @@ def scan_kernel(
     slot = tl.load(slots)
     cells = state + (tl.maximum(slot, 0) * HEADS + head) * K * V + keys[None, :] * V + values[:, None]
     s = tl.load(cells)
-    s = tl.where(tl.load(positions) == 0, 0.0, s)
+    fresh = tl.load(positions) == 0
+    s = tl.where(fresh, 0.0, s)
+    held_keys = keys_of(pending_keys, slot, head, HEADS, KEY_HEADS, K, P)
+    updates = updates_of(pending, slot, head, HEADS, V, P)
+    count = tl.load(count_cell(updates, BLOCK, V, P), mask=(slot >= 0) & (fresh == 0), other=0.0).to(tl.int32)
+    s = add_pending_columns(s, held_keys, updates, count, values, K, V, P)
     q_factors = factors + head * padded
     k_factors = q_factors + HEADS * padded
     decays = k_factors + HEADS * padded
@@ -243,3 +258,4 @@ def scan_kernel(
         k = tl.load(k_cells, mask=inside[:, None], other=0.0)
         s = multiply_add(new * k_factor[None, :], k, s * decay)
     tl.store(cells, s, mask=slot >= 0)
+    store_count(updates, 0, slot >= 0, BLOCK, V, P)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ostinato.export.kernels.operands import Convolution, Decay, RowIndex, runs_of, token_count
+from ostinato.export.kernels.operands import Convolution, Decay, RecurrentState, RowIndex, runs_of, token_count
 
 CHUNK = 64
 # Size of the largest matrix that is cheaper to invert whole than in blocks: smaller products take no less time.
@@ -66,7 +66,7 @@ def gated_delta_rule(
     a: Tensor,
     b: Tensor,
     decay: Decay,
-    state: Tensor,
+    state: RecurrentState,
     index: RowIndex,
     key_heads: int,
     max_tokens: int,
@@ -80,7 +80,8 @@ def gated_delta_rule(
         mixed: [T, key_heads K + key_heads K + H V]: q, k and v side by side, after the convolution and its SiLU.
         a, b: [T, H], the projections of the gates; like `mixed`, possibly columns of a wider tensor.
         decay: parameters of H heads.
-        state: [slots, H, K, V] float32. The prompt's slot is written in place: the state after the last token.
+        state: states of H heads. The prompt's slot is written in place: the state after the last token, with no update
+            pending.
         index: one run, perhaps with padding behind it. If the run begins at 0, the old state counts as zeros.
         key_heads: number of key heads.
         max_tokens: upper bound of T, known when the graph is made.
@@ -88,9 +89,9 @@ def gated_delta_rule(
     Returns:
         [T, H, V] in mixed's dtype.
     """
-    _, heads, key_dim, value_dim = state.shape
+    _, heads, key_dim, value_dim = state.stored.shape
     tokens, positions, slot = mixed.shape[0], index.positions, index.slots[:1]
-    before = state.index_select(0, slot)[0]
+    before = whole_states(state, slot)[0]
     before = torch.where(positions[0] == 0, torch.zeros_like(before), before)
     q, k, v = mixed.float().split((key_heads * key_dim, key_heads * key_dim, heads * value_dim), dim=1)
     q = _key_heads(q, key_dim, heads // key_heads) * key_dim**-0.5
@@ -107,12 +108,43 @@ def gated_delta_rule(
         k, v = k.masked_fill(padding[:, None], 0), v.masked_fill(padding[:, None], 0)
         g, beta = g.masked_fill(padding, 0), beta.masked_fill(padding, 0)
         out, after = chunked_gated_delta_rule(q, k, v, g, beta, before, max_tokens)
-    state.index_copy_(0, slot, after.unsqueeze(0))
+    state.stored.index_copy_(0, slot, after.unsqueeze(0))
+    if state.updates is not None:
+        # The counts of pending updates.
+        state.updates[:, :, -1, -(value_dim // 8) :].index_fill_(0, slot, 0)
     return out.transpose(0, 1).to(mixed.dtype)
 
 
+def whole_states(state: RecurrentState, slots: Tensor) -> Tensor:
+    """Return the states of some slots with their pending updates: [N, H, K, V] in the dtype of the stored ones.
+
+    Args:
+        slots: [N] int64.
+    """
+    whole = state.stored.index_select(0, slots)
+    if state.keys is None or state.updates is None:
+        return whole
+    keys, updates = (
+        state.keys.index_select(0, slots).to(whole.dtype),
+        state.updates.index_select(0, slots).to(whole.dtype),
+    )
+    keys = keys.repeat_interleave(whole.shape[1] // keys.shape[1], dim=1)
+    count = updates[:, :, -1, -1, None, None]
+    for place in range(keys.shape[2]):
+        decay = updates[:, :, -1, place, None, None].exp()
+        after = whole * decay + keys[:, :, place, :, None] * updates[:, :, place, None, :]
+        whole = torch.where(place < count, after, whole)
+    return whole
+
+
 def delta_step(
-    mixed: Tensor, gates: Tensor, decay: Decay, state: Tensor, index: RowIndex, norm_weight: Tensor, key_heads: int
+    mixed: Tensor,
+    gates: Tensor,
+    decay: Decay,
+    state: RecurrentState,
+    index: RowIndex,
+    norm_weight: Tensor,
+    key_heads: int,
 ) -> tuple[Tensor, Tensor]:
     """`gated_delta_rule` for any runs, and the gated norm without its division by each head's root mean square.
 
@@ -122,7 +154,8 @@ def delta_step(
         mixed: [T, 2 key_heads K + 2 H V]: q, k and v after the convolution and its SiLU, then z, the norm's gate.
         gates: [T, 2 H] float32: b, then a.
         decay: parameters of H heads.
-        state: [slots, H, K, V] float32, written in place for slots that have rows.
+        state: states of H heads, written in place for slots that have rows. Here no update is left pending; a GPU's kernels
+            may leave that of a single row.
         index: any runs. If a run begins at 0, its old state counts as zeros.
         norm_weight: [V] float32.
         key_heads: number of key heads.
@@ -132,7 +165,7 @@ def delta_step(
         of o^2; here P = 1).
     """
     tokens = mixed.shape[0]
-    _, heads, _, value_dim = state.shape
+    _, heads, _, value_dim = state.stored.shape
     qkv, z = mixed.split((mixed.shape[1] - heads * value_dim, heads * value_dim), dim=1)
     b, a = gates.chunk(2, dim=1)
     o = mixed.new_zeros(tokens, heads, value_dim, dtype=torch.float32)

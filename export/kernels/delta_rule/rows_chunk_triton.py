@@ -22,6 +22,7 @@ from .math_triton import (
     sum_of_squares,
     write_strength,
 )
+from .pending_triton import add_pending_columns, count_cell, keys_of, store_count, updates_of
 
 # Bytes of a key that are loaded at once to solve chunks.
 PIECE = tl.constexpr(64)
@@ -100,6 +101,8 @@ def delta_run_rows_early(
     a_log: tl.tensor,
     dt_bias: tl.tensor,
     state: tl.tensor,
+    pending_keys: tl.tensor,
+    pending: tl.tensor,
     positions: tl.tensor,
     slots: tl.tensor,
     norm_weight: tl.tensor,
@@ -114,6 +117,7 @@ def delta_run_rows_early(
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
+    P: tl.constexpr,
     ROWS: tl.constexpr,
     LONG: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -143,15 +147,19 @@ def delta_run_rows_early(
         return
     if count == 0:
         wait_for_previous(EARLY)
-    for number in range(tl.program_id(2) + 1, count + 1, tl.num_programs(2)):
+    for number in tl.range(tl.program_id(2) + 1, count + 1, tl.num_programs(2), disable_licm=True):
         here = begins & (numbers == number)
         first = tl.sum(tl.where(here, every, 0), 0)
         slot = tl.sum(tl.where(here, slot_of, 0), 0)
         end = first + tl.sum((slot_of == slot).to(tl.int32), 0)
+        fresh = tl.load(positions + first) == 0
+        keys = keys_of(pending_keys, slot, head, HEADS, KEY_HEADS, K, P)
+        updates = updates_of(pending, slot, head, HEADS, V, P)
+        count = tl.load(count_cell(updates, BLOCK, V, P), mask=fresh == 0, other=0.0).to(tl.int32)
         take_run(
-            state + (slot.to(tl.int64) * HEADS + head) * (K * V), tl.load(positions + first) == 0, mixed, gates, solved,
-            pairs, factors, out, squares, rows, first, end, head, values, rate, bias, norm, HEADS, KEY_HEADS, K, V, CHUNK,
-            True, PARTS, EARLY,
+            state + (slot.to(tl.int64) * HEADS + head) * (K * V), keys, updates, count, fresh, mixed, gates, solved, pairs,
+            factors, out, squares, rows, first, end, head, values, rate, bias, norm, HEADS, KEY_HEADS, K, V, P, CHUNK, True,
+            PARTS, EARLY,
         )  # fmt: skip
 
 
@@ -163,6 +171,9 @@ def larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 @triton.jit
 def take_run(
     state: tl.tensor,
+    pending_keys: tl.tensor,
+    updates: tl.tensor,
+    count: tl.tensor,
     fresh: tl.tensor,
     mixed: tl.tensor,
     gates: tl.tensor,
@@ -183,6 +194,7 @@ def take_run(
     KEY_HEADS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    P: tl.constexpr,
     CHUNK: tl.constexpr,
     SOLVED: tl.constexpr,
     PARTS: tl.constexpr,
@@ -191,6 +203,8 @@ def take_run(
     """Moves a head's state [K, V] by the rows from `first` to `end`, and stores their outputs.
 
     Args:
+        pending_keys, updates, count: what `keys_of` and `updates_of` return, and how many updates are pending; none is after
+            this.
         fresh: whether the old state counts as zeros.
         solved, pairs, factors: see `delta_solve_rows_early`; not used unless SOLVED.
         EARLY: whether to wait for the kernel ahead, once the state is on its way.
@@ -198,7 +212,9 @@ def take_run(
     size = tl.cast(rows, tl.int64) * (HEADS * CHUNK)
     cells = state + tl.arange(0, K)[None, :] * V + values[:, None]
     s = tl.load(cells, mask=fresh == 0, other=0.0)
+    s = add_pending_columns(s, pending_keys, updates, count, values, K, V, P)
     wait_for_previous(EARLY)
+    store_count(updates, 0, True, values.shape[0], V, P)
     for start in tl.range(first, end, CHUNK, num_stages=3 if SOLVED else 1):
         s = take_chunk(
             s, mixed, gates, solved, pairs, factors, out, squares, size, start, end, head, values, rate, bias, norm,

@@ -1,7 +1,8 @@
 """The gated delta rule for R rows of several sessions. R is not known before the kernels are launched.
 
 A program has a block of a head's values in one run. Only this program reads and writes the state of the block, once, however
-long the run is. It takes the rows of a short run one after another, those of a long run in chunks (rows_chunk_triton.py).
+long the run is. For a run of one row it writes the row's update, and the state only in every eighth step (pending_triton.py).
+It takes the rows of a short run one after another, those of a long run in chunks (rows_chunk_triton.py).
 Chunks need many registers. Where there may be many sessions, other kernels take the chunks: the programs for many sessions
 need those registers for states on their way from memory.
 """
@@ -17,11 +18,12 @@ from torch import Tensor
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 from ostinato.export.kernels.launch import is_one, launcher, row_class, row_vector, starts_early
-from ostinato.export.kernels.operands import FEW_ROWS, MAX_ROWS, Decay, RowIndex
+from ostinato.export.kernels.operands import FEW_ROWS, MAX_ROWS, Decay, RecurrentState, RowIndex
 
 from . import step_triton
 from .limits import check_delta_rule
-from .math_triton import inverse_length, log_decay, write_strength
+from .math_triton import add_pairs, add_triples, inverse_length, log_decay, write_strength
+from .pending_triton import add_pending, count_cell, keys_of, load_pending, pending_products, store_count, updates_of
 from .rows_chunk_triton import FACTORS, delta_run_rows_early, delta_solve_rows_early, take_run
 
 
@@ -77,7 +79,13 @@ MAX_PROGRAMS = 64
 
 
 def delta_step(
-    mixed: Tensor, gates: Tensor, decay: Decay, state: Tensor, index: RowIndex, norm_weight: Tensor, key_heads: int
+    mixed: Tensor,
+    gates: Tensor,
+    decay: Decay,
+    state: RecurrentState,
+    index: RowIndex,
+    norm_weight: Tensor,
+    key_heads: int,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.delta_step`. One row goes to `step_triton.delta_step`, several rows go to `delta_rows`.
 
@@ -89,35 +97,44 @@ def delta_step(
 
 
 def delta_rows(
-    mixed: Tensor, gates: Tensor, decay: Decay, state: Tensor, index: RowIndex, norm_weight: Tensor, key_heads: int
+    mixed: Tensor,
+    gates: Tensor,
+    decay: Decay,
+    state: RecurrentState,
+    index: RowIndex,
+    norm_weight: Tensor,
+    key_heads: int,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.delta_step`; all tensors contiguous, R <= MAX_ROWS, P = V / `DeltaConfig.values`.
 
-    Positions, slots and the state are read before the kernel ahead has ended (rule R2 in `delegate/graphs/nodes.py`).
+    Positions, slots and the state with its pending updates are read before the kernel ahead has ended (rule R2 in
+    `delegate/graphs/nodes.py`).
 
     Raises:
         ExportError: see `check_delta_rule`.
     """
-    check_delta_rule(key_heads, *state.shape[1:])
+    check_delta_rule(key_heads, *state.stored.shape[1:])
     return _delta_rows(
-        mixed, gates, decay.a_log, decay.dt_bias, state, index.positions, index.slots, norm_weight, key_heads
+        mixed, gates, decay.a_log, decay.dt_bias, *state.arguments, index.positions, index.slots, norm_weight, key_heads
     )
 
 
-@torch.library.triton_op("ostinato::delta_rows", mutates_args={"state"})
+@torch.library.triton_op("ostinato::delta_rows", mutates_args={"state", "pending_keys", "pending"})
 def _delta_rows(
     mixed: Tensor,
     gates: Tensor,
     a_log: Tensor,
     dt_bias: Tensor,
     state: Tensor,
+    pending_keys: Tensor,
+    pending: Tensor,
     positions: Tensor,
     slots: Tensor,
     norm_weight: Tensor,
     key_heads: int,
 ) -> tuple[Tensor, Tensor]:
     _, heads, key_dim, value_dim = state.shape
-    rows = mixed.shape[0]
+    rows, updates = mixed.shape[0], pending_keys.shape[2]
     config = CONFIGS[row_class(rows)]
     values = min(config.values, value_dim)
     blocks = value_dim // values
@@ -129,7 +146,7 @@ def _delta_rows(
     factors = torch.empty((rows, heads, FACTORS.value), dtype=torch.float32, device=mixed.device)
     common = {"HEADS": heads, "KEY_HEADS": key_heads, "K": key_dim, "V": value_dim, "ROWS": row_vector(rows)}
     common |= {"LONG": config.long, "CHUNK": config.chunk, "PARTS": parts, "EARLY": starts_early()}
-    inputs = mixed, gates, a_log, dt_bias, state, positions, slots, norm_weight
+    inputs = mixed, gates, a_log, dt_bias, state, pending_keys, pending, positions, slots, norm_weight
     arguments = *inputs, solved, pairs, factors, out, squares, rows
     runs = config.runs
     if runs is not None:
@@ -137,10 +154,12 @@ def _delta_rows(
             mixed, gates, a_log, dt_bias, slots, solved, pairs, factors, rows, num_warps=runs.solving_warps, **common
         )
         grid = blocks, heads, runs.programs
-        launcher(delta_run_rows_early)[grid](*arguments, BLOCK=values, num_warps=runs.warps, **common)
+        launcher(delta_run_rows_early)[grid](*arguments, BLOCK=values, P=updates, num_warps=runs.warps, **common)
     # Launched after the kernels for long runs: programs that have only rows of long runs end while those kernels still work.
     grid = blocks, heads, torch.sym_min(rows, MAX_PROGRAMS)
-    launcher(delta_rows_early)[grid](*arguments, BLOCK=values, ALL=runs is None, num_warps=config.warps, **common)
+    launcher(delta_rows_early)[grid](
+        *arguments, BLOCK=values, P=updates, ALL=runs is None, num_warps=config.warps, **common
+    )
     return out, squares
 
 
@@ -151,6 +170,8 @@ def delta_rows_early(
     a_log: tl.tensor,
     dt_bias: tl.tensor,
     state: tl.tensor,
+    pending_keys: tl.tensor,
+    pending: tl.tensor,
     positions: tl.tensor,
     slots: tl.tensor,
     norm_weight: tl.tensor,
@@ -165,6 +186,7 @@ def delta_rows_early(
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
+    P: tl.constexpr,
     ROWS: tl.constexpr,
     LONG: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -180,15 +202,20 @@ def delta_rows_early(
     rows = tl.cast(rows, tl.int32)
     head = tl.program_id(1)
     values = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    for first in tl.range(tl.program_id(2), rows, tl.num_programs(2), num_stages=1):
+    # What does not change from run to run is computed anew: there are no registers in which to keep it.
+    for first in tl.range(tl.program_id(2), rows, tl.num_programs(2), num_stages=1, disable_licm=True):
         slot = tl.load(slots + first)
         # No slot is -2. The first row is always taken, even if it is padding: one program must wait (rule R1).
         if tl.load(slots + tl.maximum(first - 1, 0), mask=first > 0, other=-2) != slot:
             filled = slot >= 0
             fresh = tl.load(positions + first) == 0
+            old = filled & (fresh == 0)
             of_head = state + (tl.maximum(slot, 0) * HEADS + head) * (K * V)
+            keys = keys_of(pending_keys, slot, head, HEADS, KEY_HEADS, K, P)
+            updates = updates_of(pending, slot, head, HEADS, V, P)
+            count = tl.load(count_cell(updates, BLOCK, V, P), mask=old, other=0.0).to(tl.int32)
             cells = of_head + tl.arange(0, K)[:, None] * V + values[None, :]
-            s = tl.load(cells, mask=filled & (fresh == 0), other=0.0)
+            s = tl.load(cells, mask=old, other=0.0)
             rate = tl.load(a_log + head)
             bias = tl.load(dt_bias + head)
             norm = tl.load(norm_weight + values)
@@ -196,20 +223,37 @@ def delta_rows_early(
             others = tl.load(slots + every, mask=every < rows, other=-1)
             # A slot has one run.
             length = tl.sum((filled & (others == slot)).to(tl.int32), 0)
-
-            wait_for_previous(EARLY)
-            end = first + length
-            if length < LONG:
-                for row in range(first, end):
-                    s = take_row(
-                        s, mixed, gates, out, squares, row, head, values, rate, bias, norm, HEADS, KEY_HEADS, K, V
-                    )
-                tl.store(cells, s, mask=filled)
-            elif ALL:
-                take_run(
-                    of_head, fresh, mixed, gates, solved, pairs, factors, out, squares, rows, first, end, head, values, rate,
-                    bias, norm, HEADS, KEY_HEADS, K, V, CHUNK, False, PARTS, False,
-                )  # fmt: skip
+            short = length < LONG
+            # A session's first row writes the state: what is stored there is another session's.
+            if old & short & (length == 1) & (count < P):
+                held = load_pending(keys, updates, count, values, K, V, P)
+                wait_for_previous(EARLY)
+                _, k, u, g = take_row(
+                    s, mixed, gates, out, squares, first, head, values, rate, bias, norm, HEADS, KEY_HEADS, K, V, held
+                )
+                # Programs of other values and other heads read the same keys and decays, but none past the count.
+                one = tl.program_id(0) == 0
+                tl.store(updates + count * V + values, u)
+                tl.store(updates + P * V + count, g, mask=one)
+                tl.store(keys + count * K + tl.arange(0, K), k, mask=one & (head % (HEADS // KEY_HEADS) == 0))
+                store_count(updates, count + 1, filled, BLOCK, V, P)
+            else:
+                if short:
+                    s = add_pending(s, keys, updates, count, values, K, V, P)
+                wait_for_previous(EARLY)
+                end = first + length
+                if short:
+                    for row in range(first, end):
+                        s = take_row(
+                            s, mixed, gates, out, squares, row, head, values, rate, bias, norm, HEADS, KEY_HEADS, K, V
+                        )[0]
+                    tl.store(cells, s, mask=filled)
+                    store_count(updates, 0, filled, BLOCK, V, P)
+                elif ALL:
+                    take_run(
+                        of_head, keys, updates, count, fresh, mixed, gates, solved, pairs, factors, out, squares, rows, first,
+                        end, head, values, rate, bias, norm, HEADS, KEY_HEADS, K, V, P, CHUNK, False, PARTS, False,
+                    )  # fmt: skip
 
 
 @triton.jit
@@ -229,42 +273,45 @@ def take_row(
     KEY_HEADS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
-) -> tl.tensor:
-    """Return the state s [K, BLOCK] after a row, and store the outputs of the row."""
+    held: tl.tuple | None = None,
+) -> tl.tuple:
+    """Store the outputs of a row.
+
+    Args:
+        s: the state [K, BLOCK], but for the pending updates `held`, if there may be some (`load_pending`).
+
+    Returns:
+        (s after the row, only without `held`; the key, values and log decay of the row's update).
+    """
     keys = tl.arange(0, K)
     key_head = head // (HEADS // KEY_HEADS)
     of_row = mixed + tl.cast(row, tl.int64) * (2 * KEY_HEADS * K + 2 * HEADS * V)
     of_head = tl.cast(row, tl.int64) * HEADS + head
     q = tl.load(of_row + key_head * K + keys)
-    k = tl.load(of_row + (KEY_HEADS + key_head) * K + keys)
+    key = tl.load(of_row + (KEY_HEADS + key_head) * K + keys)
     v = tl.load(of_row + 2 * KEY_HEADS * K + head * V + values)
     z = tl.load(of_row + 2 * KEY_HEADS * K + HEADS * V + head * V + values)
     b = tl.load(gates + of_head + row * HEADS)
     a = tl.load(gates + of_head + row * HEADS + HEADS)
 
     q = q.to(tl.float32)
-    k = k.to(tl.float32)
+    k = key.to(tl.float32)
     z = z.to(tl.float32)
-    decay = tl.exp(log_decay(a, rate, bias))
+    g = log_decay(a, rate, bias)
+    decay = tl.exp(g)
     # Lengths and decay are factors of the sums, as in `step_triton`: no sum waits for another.
     q_square, k_square, both = tl.reduce((q * q, k * k, q * k), 0, add_triples)
+    if held is not None:
+        # Ahead of the sums over the state, which may still be on its way.
+        more_keys, more_queries, so_far = pending_products(held, k, q)
     of_keys, of_queries = tl.reduce((s * k[:, None], s * q[:, None]), 0, add_pairs)
+    if held is not None:
+        of_keys = of_keys * so_far + more_keys
+        of_queries = of_queries * so_far + more_queries
     q_length = inverse_length(q_square) * K**-0.5
     k_length = inverse_length(k_square)
     delta = (v.to(tl.float32) - of_keys * (decay * k_length)) * (write_strength(b) * k_length)
     o = (of_queries * decay + both * delta) * q_length
     tl.store(out + of_head * V + values, (o * norm * z * tl.sigmoid(z)).to(out.dtype.element_ty))
     tl.store(squares + of_head * tl.num_programs(0) + tl.program_id(0), tl.sum(o * o, 0))
-    return s * decay + k[:, None] * delta[None, :]
-
-
-@triton.jit
-def add_pairs(a0: tl.tensor, a1: tl.tensor, b0: tl.tensor, b1: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    return a0 + b0, a1 + b1
-
-
-@triton.jit
-def add_triples(
-    a0: tl.tensor, a1: tl.tensor, a2: tl.tensor, b0: tl.tensor, b1: tl.tensor, b2: tl.tensor
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    return a0 + b0, a1 + b1, a2 + b2
+    return s * decay + k[:, None] * delta[None, :], key, delta, g

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 from ostinato.export.kernels.launch import launcher, starts_early
-from ostinato.export.kernels.operands import Decay, RowIndex
+from ostinato.export.kernels.operands import Decay, RecurrentState, RowIndex
 
 from .limits import check_delta_rule
 from .math_triton import inverse_length, log_decay, write_strength
+from .pending_triton import add_pending_in_turn, count_cell, keys_of, store_count, updates_of
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,13 @@ CONFIG = DeltaConfig(values=8, warps=1)
 
 
 def delta_step(
-    mixed: Tensor, gates: Tensor, decay: Decay, state: Tensor, index: RowIndex, norm_weight: Tensor, key_heads: int
+    mixed: Tensor,
+    gates: Tensor,
+    decay: Decay,
+    state: RecurrentState,
+    index: RowIndex,
+    norm_weight: Tensor,
+    key_heads: int,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.delta_step`; R = 1, all tensors contiguous, P = V / CONFIG.values.
 
@@ -44,20 +51,21 @@ def delta_step(
     Raises:
         ExportError: see `check_delta_rule`.
     """
-    _, heads, key_dim, value_dim = state.shape
-    check_delta_rule(key_heads, heads, key_dim, value_dim)
+    check_delta_rule(key_heads, *state.stored.shape[1:])
     return _delta_step(
-        mixed, gates, decay.a_log, decay.dt_bias, state, index.positions, index.slots, norm_weight, key_heads
+        mixed, gates, decay.a_log, decay.dt_bias, *state.arguments, index.positions, index.slots, norm_weight, key_heads
     )
 
 
-@torch.library.triton_op("ostinato::delta_step", mutates_args={"state"})
+@torch.library.triton_op("ostinato::delta_step", mutates_args={"state", "pending"})
 def _delta_step(
     mixed: Tensor,
     gates: Tensor,
     a_log: Tensor,
     dt_bias: Tensor,
     state: Tensor,
+    pending_keys: Tensor,
+    pending: Tensor,
     positions: Tensor,
     slots: Tensor,
     norm_weight: Tensor,
@@ -73,6 +81,8 @@ def _delta_step(
         a_log,
         dt_bias,
         state,
+        pending_keys,
+        pending,
         positions,
         slots,
         norm_weight,
@@ -83,6 +93,7 @@ def _delta_step(
         K=key_dim,
         V=value_dim,
         BLOCK=CONFIG.values,
+        P=pending_keys.shape[2],
         EARLY=starts_early(),
         num_warps=CONFIG.warps,
     )
@@ -96,6 +107,8 @@ def delta_step_early(
     a_log: tl.tensor,
     dt_bias: tl.tensor,
     state: tl.tensor,
+    pending_keys: tl.tensor,
+    pending: tl.tensor,
     positions: tl.tensor,
     slots: tl.tensor,
     norm_weight: tl.tensor,
@@ -106,6 +119,7 @@ def delta_step_early(
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
+    P: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Program (block of values, head) moves its block of the state by one token, and stores the outputs."""
@@ -118,6 +132,9 @@ def delta_step_early(
     cells = state + (tl.maximum(slot, 0) * HEADS + head) * K * V + keys[:, None] * V + values[None, :]
     # The state is read even if position 0 discards it: looking at the position first would mean to wait for memory twice.
     before = tl.load(cells)
+    held_keys = keys_of(pending_keys, slot, head, HEADS, KEY_HEADS, K, P)
+    updates = updates_of(pending, slot, head, HEADS, V, P)
+    count = tl.load(count_cell(updates, BLOCK, V, P))
     position = tl.load(positions)
     rate = tl.load(a_log + head)
     bias = tl.load(dt_bias + head)
@@ -137,6 +154,9 @@ def delta_step_early(
     q = q.to(tl.float32)
     k = k.to(tl.float32)
     z = z.to(tl.float32)
+    count = tl.where((position > 0) & (slot >= 0), count, 0.0).to(tl.int32)
+    before = add_pending_in_turn(before, held_keys, updates, count, values, K, V, P)
+    # Behind the branch: ahead of it, the compiler has loads wait for the state.
     before = tl.where(position == 0, 0.0, before)
     decay = tl.exp(log_decay(a, rate, bias))
     # Lengths and decay are factors of the sums, so that no sum waits for another. S^T q of the new state is computed from
@@ -146,6 +166,7 @@ def delta_step_early(
     predicted = tl.sum(before * k[:, None], 0) * (decay * k_length)
     delta = (v.to(tl.float32) - predicted) * (write_strength(b) * k_length)
     tl.store(cells, before * decay + k[:, None] * delta[None, :], mask=slot >= 0)
+    store_count(updates, 0, slot >= 0, BLOCK, V, P)
     o = (tl.sum(before * q[:, None], 0) * decay + tl.sum(q * k, 0) * delta) * q_length
     tl.store(out + offsets, (o * norm * z * tl.sigmoid(z)).to(out.dtype.element_ty))
     tl.store(squares + head * tl.num_programs(0) + tl.program_id(0), tl.sum(o * o, 0))

@@ -25,6 +25,7 @@ from ostinato.export.kernels.linear.prefill_triton import linear, unpack_int4_pa
 from ostinato.export.kernels.linear.rows_triton import norm_linear_gates
 from ostinato.export.kernels.operands import (
     MAX_ROWS,
+    PENDING_UPDATES,
     Convolution,
     Decay,
     ExpertWeights,
@@ -34,6 +35,7 @@ from ostinato.export.kernels.operands import (
     LastTokens,
     LogitsProcessing,
     Norm,
+    RecurrentState,
     RowIndex,
     Weight,
 )
@@ -96,7 +98,9 @@ def delta_rule(capability: int, dtype: torch.dtype, *, rows: tuple[int, ...]) ->
     """Launch at the flagship's shapes, for each number of rows; several rows with their convolution."""
     with recorded(capability) as launches:
         conv = Convolution(empty(8192, 1, 4, dtype=dtype), empty(2, 3, 8192, dtype=dtype))
-        decay, state = Decay(empty(32), empty(32)), empty(2, 32, 128, 128)
+        decay = Decay(empty(32), empty(32))
+        keys = empty(2, 16, PENDING_UPDATES, 128, dtype=dtype)
+        state = RecurrentState(empty(2, 32, 128, 128), keys, empty(2, 32, PENDING_UPDATES + 1, 128))
         for count in rows:
             mixed, index = empty(count, 12288, dtype=dtype), row_index(count)
             if count > 1:

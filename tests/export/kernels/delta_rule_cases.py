@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ostinato.export.kernels.operands import Decay, RowIndex, runs_of
+from ostinato.export.kernels.delta_rule.reference import whole_states
+from ostinato.export.kernels.operands import PENDING_UPDATES, Decay, RecurrentState, RowIndex, runs_of
 
 from .runs import DEVICE, SLOT, SLOTS, Run, real_rows, rows_index, same_bits
 
@@ -35,16 +36,23 @@ class Case:
     mixed: Tensor
     gates: Tensor
     decay: Decay
-    state: Tensor
+    state: RecurrentState
     index: RowIndex
     norm_weight: Tensor
     key_heads: int
 
     def run(self, rule: Rule) -> dict[str, Tensor]:
         """Return results by their names in `exact`. The case can be used again."""
-        rows, (heads, _, value_dim) = len(self.mixed), self.state.shape[1:]
-        state = self.state.clone()
-        found = rule(**vars(self) | {"state": state})
+        return replace(self, state=copied(self.state)).run_in_place(rule)
+
+    def run_in_place(self, rule: Rule) -> dict[str, Tensor]:
+        """`run`, which writes the case's state. No state of a slot without rows is written."""
+        rows, (heads, _, value_dim) = len(self.mixed), self.state.stored.shape[1:]
+        before = copied(self.state)
+        found = rule(**vars(self))
+        others = [slot for slot in range(SLOTS) if slot not in self.index.slots]
+        assert all(same_bits(x[others], y[others]) for x, y in zip(tensors(self.state), tensors(before), strict=True))
+        state = whole(self.state)
         if isinstance(found, Tensor):
             assert found.dtype == self.mixed.dtype and found.shape == (rows, heads, value_dim)
             return {"o": found, "state": state}
@@ -62,7 +70,7 @@ class Case:
             squares: [rows, H], sums of o^2.
             state: [slots, H, K, V], after the call.
         """
-        heads, key_dim, value_dim = self.state.shape[1:]
+        heads, key_dim, value_dim = self.state.stored.shape[1:]
         widths = 2 * [self.key_heads * key_dim] + 2 * [heads * value_dim]
         q, k, v, z = self.mixed.double().split(widths, dim=1)
         q, k = (
@@ -72,7 +80,7 @@ class Case:
         b, a = self.gates.double().chunk(2, dim=1)
         g = -self.decay.a_log.double().exp() * F.softplus(a + self.decay.dt_bias.double())
         q, k, values, g, beta = (x.transpose(0, 1) for x in (q * key_dim**-0.5, k, v, g, b.sigmoid()))
-        o, state = torch.full_like(v, torch.nan), self.state.double()
+        o, state = torch.full_like(v, torch.nan), whole(self.state, torch.float64)
         for slot, rows in runs_of(self.index.slots):
             if self.index.positions[rows.start] == 0:
                 state[slot] = 0
@@ -83,10 +91,32 @@ class Case:
         out = o * self.norm_weight.double() * F.silu(z)
         return {"o": o, "out": out, "squares": o.square().sum(-1), "state": state}
 
-    def part(self, begin: int, end: int, state: Tensor) -> Case:
+    def part(self, begin: int, end: int, state: RecurrentState) -> Case:
         """Return some of the rows, after another state."""
         index = RowIndex(*(values[begin:end] for values in self.index))
         return replace(self, mixed=self.mixed[begin:end], gates=self.gates[begin:end], index=index, state=state)
+
+
+def tensors(state: RecurrentState) -> list[Tensor]:
+    return [value for value in vars(state).values() if value is not None]
+
+
+def copied(state: RecurrentState) -> RecurrentState:
+    return RecurrentState(*(value.clone() for value in tensors(state)))
+
+
+def whole(state: RecurrentState, dtype: torch.dtype = F32) -> Tensor:
+    """Return all states with their pending updates, [slots, H, K, V]."""
+    stored = state.stored.to(dtype)
+    return whole_states(replace(state, stored=stored), torch.arange(len(stored), device=stored.device))
+
+
+def counts(state: RecurrentState) -> Tensor:
+    """Return the numbers of pending updates, [slots], NaN where they mean nothing. All counts of a slot are equal."""
+    assert state.updates is not None
+    found = state.updates[:, :, -1, -(state.updates.shape[-1] // 8) :].flatten(1)
+    assert torch.equal(found.isnan().any(1), found.isnan().all(1)) and not (found != found[:, :1])[~found.isnan()].any()
+    return found[:, 0]
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,9 +142,15 @@ def of_prompt(rule: Callable[..., Tensor], packed: bool = False) -> Rule:
     """
 
     def run(
-        mixed: Tensor, gates: Tensor, decay: Decay, state: Tensor, index: RowIndex, norm_weight: Tensor, key_heads: int
+        mixed: Tensor,
+        gates: Tensor,
+        decay: Decay,
+        state: RecurrentState,
+        index: RowIndex,
+        norm_weight: Tensor,
+        key_heads: int,
     ) -> Tensor:
-        heads, _, value_dim = state.shape[1:]
+        heads, _, value_dim = state.stored.shape[1:]
         nothing = mixed.new_full((len(mixed), 8), torch.nan)
         # Values in `gates` are those of the prompt's dtype.
         b, a = gates.to(mixed.dtype).chunk(2, dim=1)
@@ -136,11 +172,19 @@ def prompt(length: int, first: int, rows: int | None = None) -> dict[str, list[R
 
 
 def make(
-    shape: Shape, runs: Sequence[Run], dtype: torch.dtype, gates: torch.dtype | None = None, device: str = DEVICE
+    shape: Shape,
+    runs: Sequence[Run],
+    dtype: torch.dtype,
+    gates: torch.dtype | None = None,
+    device: str = DEVICE,
+    pending: int = PENDING_UPDATES,
 ) -> Case:
     """Make random arguments: heads of slow and of fast decay; NaN in rows of padding and in states that no row needs.
 
+    Slots have different numbers of pending updates.
+
     Args:
+        pending: how many updates of a state may be pending.
         gates: dtype to which the gates are rounded; they stay float32. None: float32.
     """
     key_heads, heads, key_dim, value_dim = shape
@@ -155,10 +199,18 @@ def make(
     gate = normal(rows, 2 * heads).to(gates or F32).float()
     for values in (mixed, gate):
         values[index.slots < 0] = torch.nan
-    state = torch.full((SLOTS, heads, key_dim, value_dim), torch.nan, device=device)
+    zeros = RecurrentState.zeros(SLOTS, (key_heads, heads), (key_dim, value_dim), pending, dtype)
+    state = RecurrentState(*(torch.full_like(value, torch.nan, device=device) for value in tensors(zeros)))
     for run in runs:
         if run.slot >= 0 and run.first:
-            state[run.slot] = normal(heads, key_dim, value_dim)
+            state.stored[run.slot] = normal(heads, key_dim, value_dim)
+            if state.keys is not None and state.updates is not None:
+                count = (run.first + 3 * run.slot) % (pending + 1)
+                state.keys[run.slot, :, :count] = normal(key_heads, count, key_dim).to(dtype)
+                updates = state.updates[run.slot]
+                updates[:, :count] = normal(heads, count, value_dim) * key_dim**-0.5
+                updates[:, -1, :count] = -normal(heads, count).mul(2).exp()
+                updates[:, -1, -(value_dim // 8) :] = count
     decay = Decay(torch.linspace(-6, 2, heads, device=device), normal(heads))
     return Case(mixed, gate, decay, state, index, normal(value_dim), key_heads)
 
@@ -172,8 +224,6 @@ def compare(case: Case, found: dict[str, Tensor], limits: Limits = LIMITS) -> No
     """Hold results, by their names in `Case.exact`, to the definition."""
     exact, rows = case.exact(), real_rows(case.index)
     slots = case.index.slots[rows].unique().tolist()
-    others = [slot for slot in range(SLOTS) if slot not in slots]
-    assert same_bits(found["state"][others], case.state[others])
     for name, values in found.items():
         limit = limits[name, case.mixed.dtype]
         # Outputs together; each state by itself.

@@ -14,6 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from ostinato.export.kernels.delta_rule import prefill_triton, reference, rows_triton, step_triton
+from ostinato.export.kernels.operands import PENDING_UPDATES
 
 from ...comparison import relative_error
 from .delta_rule_cases import (
@@ -27,10 +28,12 @@ from .delta_rule_cases import (
     as_padding,
     check,
     compare,
+    copied,
     make,
     of_prompt,
     prompt,
 )
+from .delta_rule_cases import whole as states_of
 from .runs import CROWDS, DEVICE, LONG_MIXTURES, MIXTURES, SLOT, Run, checkered, same_bits
 
 EPS = 1e-6
@@ -95,6 +98,7 @@ class Form:
         settings: attributes of modules that are changed for it.
         of_prompt: whether it takes prompts, whose gates have the model's dtype and which have no output norm.
         chunk: rows that are solved together.
+        pending: whether updates of a state may be pending.
         every: one of `every` cases is taken (`checkered`).
         limits: on its errors.
     """
@@ -106,11 +110,13 @@ class Form:
     settings: Sequence[tuple[Any, str, Any]] = ()
     of_prompt: bool = False
     chunk: int = 1
+    pending: bool = True
     every: int = 1
     limits: Limits = field(default_factory=lambda: LIMITS)
 
     def make(self, shape: Shape, runs: Sequence[Run], dtype: torch.dtype) -> Case:
-        return make(shape, runs, dtype, gates=dtype if self.of_prompt else F32, device=self.device)
+        gates = dtype if self.of_prompt else F32
+        return make(shape, runs, dtype, gates, self.device, PENDING_UPDATES if self.pending else 0)
 
 
 def several_rows(
@@ -179,12 +185,12 @@ FORMS = {
     ),
     "rows": several_rows(16, long=4, programs=2, runs=ROWS, shapes=ROWS_SHAPES),
     "many rows": several_rows(16, long=4, programs=2, runs=CROWDS),
-    "rows one by one": several_rows(4, long=1000, runs={name: MIXTURES[name] for name in ("one run", "short runs")}),
+    "rows one by one": several_rows(8, long=1000, runs={name: MIXTURES[name] for name in ("one run", "short runs")}),
     "rows in chunks": several_rows(16, long=1),
     "rows in chunks of 8": several_rows(16, long=2, chunk=8),
     "rows solved ahead": several_rows(16, long=1, programs=1),
     "rows solved ahead in chunks of 32": several_rows(8, long=2, chunk=32, programs=12),
-    "C++": Form(None, DEEP_PROMPTS | LONG_MIXTURES, ODD_SHAPES, "cpu"),
+    "C++": Form(None, DEEP_PROMPTS | LONG_MIXTURES, ODD_SHAPES, "cpu", pending=False),
 }
 if DEVICE == "cuda":
     FORMS |= {name: replace(FORMS[name], settings=[]) for name in ("rows", "many rows")}
@@ -252,7 +258,8 @@ def one_of(name: str, dtype: torch.dtype, shape: Shape = MAIN) -> Case:
 )
 def test_hard_cases(rule_of: Callable[[str], Rule], name: str, dtype: torch.dtype, hard: str) -> None:
     form, case, rule = FORMS[name], one_of(name, dtype), rule_of(name)
-    heads, width = case.state.shape[1], case.key_heads * case.state.shape[2]
+    _, heads, key_dim, _ = case.state.stored.shape
+    width = case.key_heads * key_dim
     both, keys = case.mixed[:, : 2 * width], case.mixed[:, width : 2 * width]
     written, forgotten = case.gates[:, :heads], case.gates[:, heads:]
     if hard.startswith("one key"):
@@ -308,13 +315,13 @@ def test_calls_one_after_another_are_one(
 ) -> None:
     form, rule = FORMS[name], rule_of(name)
     whole = form.make(MAIN, [Run(SLOT, 7, length)], dtype)
-    found, state = [], whole.state
-    for begin, end in zip((0, *cuts), (*cuts, length), strict=True):
-        found.append(whole.part(begin, end, state).run(rule))
-        state = found[-1]["state"]
+    state = copied(whole.state)
+    found = [
+        whole.part(begin, end, state).run_in_place(rule) for begin, end in zip((0, *cuts), (*cuts, length), strict=True)
+    ]
     joined = {part: torch.cat([results[part] for results in found]) for part in found[0]}
     # Calls of one row add up no decays.
-    compare(whole, joined | {"state": state}, LIMITS if len(found) == length else form.limits)
+    compare(whole, joined | {"state": found[-1]["state"]}, LIMITS if len(found) == length else form.limits)
 
 
 @each_dtype
@@ -331,7 +338,7 @@ def test_state_that_nothing_touches(
     case = FORMS[name].make(MAIN, runs, dtype)
     case.gates[:] = -80
     slots = [run.slot for run in runs]
-    torch.testing.assert_close(case.run(rule_of(name))["state"][slots], case.state[slots])
+    torch.testing.assert_close(case.run(rule_of(name))["state"][slots], states_of(case.state)[slots])
 
 
 @each_form
@@ -348,7 +355,7 @@ def test_padding_leaves_no_trace(rule_of: Callable[[str], Rule], name: str) -> N
     if name == "reference of a prompt":
         pytest.skip("a prompt has a token")
     case = as_padding(one_of(name, F32))
-    assert same_bits(case.run(rule_of(name))["state"], case.state)
+    assert same_bits(case.run(rule_of(name))["state"], states_of(case.state))
 
 
 PADDED = [(1, 16), (16, 32), (33, 64), (65, 128), (70, 256)]
@@ -413,7 +420,7 @@ def test_divided_by_the_root_mean_square_it_is_the_gated_norm(
     rule_of: Callable[[str], Rule], name: str, dtype: torch.dtype
 ) -> None:
     case = one_of(name, dtype)
-    heads, _, value_dim = case.state.shape[1:]
+    heads, _, value_dim = case.state.stored.shape[1:]
     found = case.run(rule_of(name))
     gate = case.mixed[:, -heads * value_dim :].double().unflatten(1, (heads, value_dim))
     expected = F.rms_norm(case.exact()["o"], (value_dim,), case.norm_weight.double(), EPS) * F.silu(gate)

@@ -15,6 +15,7 @@ from transformers.models.qwen3_5 import Qwen3_5Config
 
 from ostinato.delegate.artifact.records import StateKind
 from ostinato.export.kernels import Kernels
+from ostinato.export.kernels.operands import PENDING_UPDATES
 from ostinato.export.layers.state import state_of_kind
 from ostinato.export.models import LanguageModel
 from ostinato.export.models.methods import language_model_methods
@@ -109,9 +110,10 @@ def test_hidden_states(reference: Get, case: str, on_host: int) -> None:
 
 
 class RowKernels(Kernels):
-    """The reference kernels, in a network whose prompts and rows use the folded links of a step."""
+    """The reference kernels, in a network whose prompts and rows use the folded links of a step, and whose recurrent states
+    have room for pending updates."""
 
-    folds_steps, folds_prompts, max_rows = True, True, (256,)
+    folds_steps, folds_prompts, max_rows, pending_updates = True, True, (256,), PENDING_UPDATES
 
 
 @torch.no_grad()

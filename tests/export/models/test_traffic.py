@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from ostinato.delegate.artifact.records import Growth, StateKind
+from ostinato.export.kernels import Kernels
+from ostinato.export.layers.state import state_forms
 from ostinato.export.models import LanguageModel, build_network, read_config
 from ostinato.export.models.traffic import decode_bytes, kv_bytes_per_token
 
@@ -18,8 +21,9 @@ CONFIGS = Path(__file__).resolve().parents[2] / "assets" / "configs"
 FLOAT32, BFLOAT16 = 4, 2
 
 
-def built(name: str, group_size: int | None) -> LanguageModel:
-    return build_network(read_config(CONFIGS / name)[1], 64, torch.bfloat16, quant=of_group(group_size))
+def built(name: str, group_size: int | None, kernels: type[Kernels] = Kernels) -> LanguageModel:
+    config = read_config(CONFIGS / name)[1]
+    return build_network(config, 64, torch.bfloat16, kernels=kernels, quant=of_group(group_size))
 
 
 def settings(name: str) -> dict[str, Any]:
@@ -88,3 +92,23 @@ def test_dense_model_whose_head_is_its_embedding(group_size: int | None) -> None
     table = c["vocab_size"] * c["hidden_size"] * element
     assert decode_bytes(network, "cpu") == mixer_bytes(c, element) + feed_forward + table + row
     assert kv_bytes_per_token(network) == 6 * 2 * 2 * 256 * BFLOAT16
+
+
+def test_one_token_moves_no_pending_updates() -> None:
+    """On a GPU a slot has room for them: seven keys and values per layer, and a row of log decays and counts."""
+    pytest.importorskip("triton")
+    from ostinato.export.kernels.cuda import CudaKernels
+
+    on_gpu, c = built("Qwen3.5-35B-A3B", 128, CudaKernels), settings("Qwen3.5-35B-A3B")
+    assert decode_bytes(on_gpu, "cuda") == decode_bytes(built("Qwen3.5-35B-A3B", 128), "cuda")
+    states, others = (
+        sum(buffer[0].nbytes for name, buffer in on_gpu.named_buffers() if name.rpartition(".")[2] in names)
+        for names in ({"recurrent_state"}, {"pending_keys", "pending_updates"})
+    )
+    layers = c["layer_types"].count("linear_attention")
+    keys, values = 7 * c["linear_num_key_heads"] * 128 * BFLOAT16, 8 * c["linear_num_value_heads"] * 128 * FLOAT32
+    assert others == layers * (keys + values) and round(others / states, 3) == 0.076
+    forms = state_forms(on_gpu)
+    assert {(form.kind, form.growth) for name, form in forms.items() if "pending" in name} == {
+        (StateKind.RECURRENT, Growth.SLOTS)
+    }
