@@ -50,6 +50,7 @@ def experts_gate_up_early(
     shared_minimum,
     slots,
     hidden,
+    turns,
     EPS: tl.constexpr,
     SIZE: tl.constexpr,
     INNER: tl.constexpr,
@@ -75,8 +76,9 @@ def experts_gate_up_early(
     SLOTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write hidden = silu(gate) * up of a token, ROWS rows of a routed expert or SHARED_ROWS of the shared one per program.
-    Program (rows, token). Nothing is written for padding. A token has COUNT logits, the routed experts' first.
+    """Write hidden = silu(gate) * up of a token. Program (blocks, token): `turns` blocks of ROWS rows of a routed expert, or
+    of SHARED_ROWS rows of the shared one. Nothing is written for padding. A token has COUNT logits, the routed experts'
+    first.
 
     The shared expert's programs come first. Then come the routed experts' programs, the smallest logit first: an expert with
     a smaller logit takes longer to find, so its programs start earlier. This kernel is a late one (R3 in
@@ -99,34 +101,97 @@ def experts_gate_up_early(
     hidden += token * (TOP_K * INNER + SHARED_INNER)
     norms = load_norms(norm_weight, SIZE, GROUP, UNITS, BITS)
     program = tl.program_id(0)
-    if program < SHARED_BLOCKS:
-        shared_first = program * SHARED_ROWS
+    turns = turns if SEVERAL else 1
+    sections = (BLOCKS + turns - 1) // turns
+    shared_sections = (SHARED_BLOCKS + turns - 1) // turns
+    if program < shared_sections:
+        shared_begin = program * turns
+        shared_end = tl.minimum(shared_begin + turns, SHARED_BLOCKS)
         shared_norms = norms if SAME else load_norms(norm_weight, SIZE, SHARED_GROUP, SHARED_UNITS, SHARED_BITS)
         shared_tiles = load_pairs(
-            shared_stored, shared_first, SHARED_INNER, SIZE, SHARED_GROUP, SHARED_ROWS, SHARED_UNITS, SHARED_BITS,
-            SHARED_MINIMUM,
+            shared_stored, shared_begin * SHARED_ROWS, SHARED_INNER, SIZE, SHARED_GROUP, SHARED_ROWS, SHARED_UNITS,
+            SHARED_BITS, SHARED_MINIMUM,
         )  # fmt: skip
         wait_for_previous(EARLY)
         start_next(EARLY)
         shared_x = load_inputs(h, SIZE, SHARED_GROUP, SHARED_UNITS, SHARED_BITS)
-        store_swiglu(
-            hidden + TOP_K * INNER + shared_first, shared_x, shared_norms, shared_tiles, EPS, SIZE, SHARED_GROUP,
-            SHARED_ROWS, WARPS, SHARED_LANE, INTEGER, SHARED_SCALE, SHARED_BITS, SHARED_MINIMUM,
+        store_blocks(
+            hidden + TOP_K * INNER, shared_stored, tl.zeros([], tl.int32), shared_begin, shared_end, shared_x, shared_norms,
+            shared_tiles, EPS, SHARED_INNER, SIZE, SHARED_GROUP, SHARED_ROWS, SHARED_UNITS, WARPS, SHARED_LANE, INTEGER,
+            SHARED_SCALE, SHARED_BITS, SHARED_MINIMUM, SEVERAL,
         )  # fmt: skip
     else:
-        choice = TOP_K - 1 - (program - SHARED_BLOCKS) // BLOCKS
-        first = (program - SHARED_BLOCKS) % BLOCKS * ROWS
+        choice = TOP_K - 1 - (program - shared_sections) // sections
+        begin = (program - shared_sections) % sections * turns
+        end = tl.minimum(begin + turns, BLOCKS) if SEVERAL else begin + 1
         wait_for_previous(EARLY)
         start_next(EARLY)
         keys = load_keys(logits, EXPERTS, "")
         x = load_inputs(h, SIZE, GROUP, UNITS, BITS)
-        first_row = expert_of(largest_key(keys, choice)) * (2 * INNER) + first
+        first_row = expert_of(largest_key(keys, choice)) * (2 * INNER)
         # Loads and products stand in one block, so the compiler knows that the weights take longest, and waits for them last.
-        tiles = load_pairs(stored, first_row, INNER, SIZE, GROUP, ROWS, UNITS, BITS, MINIMUM)
-        to = hidden + choice * INNER + first
-        store_swiglu(
-            to, x, norms, tiles, EPS, SIZE, GROUP, ROWS, WARPS, LANE, INTEGER, SCALE, BITS, MINIMUM
+        tiles = load_pairs(stored, first_row + begin * ROWS, INNER, SIZE, GROUP, ROWS, UNITS, BITS, MINIMUM)
+        store_blocks(
+            hidden + choice * INNER, stored, first_row, begin, end, x, norms, tiles, EPS, INNER, SIZE, GROUP, ROWS, UNITS,
+            WARPS, LANE, INTEGER, SCALE, BITS, MINIMUM, SEVERAL,
         )  # fmt: skip
+
+
+@triton.jit
+def store_blocks(
+    hidden,
+    stored,
+    first_row,
+    begin,
+    end,
+    x,
+    norms,
+    tiles,
+    EPS: tl.constexpr,
+    INNER: tl.constexpr,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+    WARPS: tl.constexpr,
+    LANE: tl.constexpr,
+    INTEGER: tl.constexpr,
+    SCALE: tl.constexpr,
+    BITS: tl.constexpr,
+    MINIMUM: tl.constexpr,
+    SEVERAL: tl.constexpr,
+):
+    """Store the blocks from `begin` to `end` of an expert whose first row is `first_row`. `tiles` are the first block's
+    weights. Without SEVERAL there is one block.
+
+    The next block's weights are under way while the last sums of a block are added and stored.
+    """
+    last = begin
+    if SEVERAL:
+        last = end - 1
+        for block in tl.range(begin, last, num_stages=1):
+            following = load_pairs(
+                stored, first_row + (block + 1) * ROWS, INNER, SIZE, GROUP, ROWS, UNITS, BITS, MINIMUM
+            )
+            store_swiglu(
+                hidden + block * ROWS,
+                x,
+                norms,
+                tiles,
+                EPS,
+                SIZE,
+                GROUP,
+                ROWS,
+                WARPS,
+                LANE,
+                INTEGER,
+                SCALE,
+                BITS,
+                MINIMUM,
+            )
+            tiles = following
+    to = hidden + last * ROWS
+    store_swiglu(to, x, norms, tiles, EPS, SIZE, GROUP, ROWS, WARPS, LANE, INTEGER, SCALE, BITS, MINIMUM)
 
 
 @triton.jit

@@ -163,13 +163,21 @@ def _experts_gate_up(
         shared_constants = tile_constants(shared, x.dtype, warps, 1, config.integer)
     tokens = x.shape[0]
     hidden = torch.empty((tokens, top_k * inner + shared_inner), dtype=x.dtype, device=x.device)
-    launcher(experts_gate_up_early)[(top_k * inner // rows + shared_inner // shared_rows, tokens)](
+    # As many programs for all tokens as for one: the next block's weights are under way before a block is stored.
+    turns = tokens
+
+    def sections(blocks: int) -> Any:
+        return (blocks + turns - 1) // turns
+
+    grid = top_k * sections(inner // rows) + sections(shared_inner // shared_rows), tokens
+    launcher(experts_gate_up_early)[grid](
         x,
         norm_weight,
         logits,
         *weight_pointers(weight, shared),
         logits if slots is None else slots,
         hidden,
+        turns,
         EPS=eps,
         SIZE=size,
         INNER=inner,
