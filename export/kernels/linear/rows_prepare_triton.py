@@ -69,7 +69,7 @@ def prepare_rows_early(
         x = x * head_factors(
             squares_ptr + row * (HEADS * PARTS), block, element, inside, EPS, K // HEADS, PARTS, PADDED
         )
-    upper, lower, scale = fixed_point(x)
+    upper, lower, scale = signed_bytes(x)
     planes = planes_ptr + row * (2 * K) + offsets
     tl.store(planes, upper, mask=inside)
     tl.store(planes + K, lower, mask=inside)
@@ -83,7 +83,7 @@ def prepare_rows_early(
 
 
 @triton.jit
-def fixed_point(x):
+def signed_bytes(x):
     """x [BLOCKS, 128] float32 -> (upper bytes, lower bytes [BLOCKS, 128] int8, the blocks' scales [BLOCKS])."""
     # Without the sign, bits compare as the numbers do, and NaN is above infinity.
     bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)

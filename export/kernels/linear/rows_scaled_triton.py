@@ -3,10 +3,52 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
+from ostinato.export.kernels.launch import launcher, pointers, starts_early
+from ostinato.export.kernels.operands import Weight
+
+from .step_triton import bits_of
+
+# Weight rows per program.
+ROWS = 64
+
+
+@torch.library.triton_op("ostinato::rows_scaled_product", mutates_args={})
+def scaled_product(
+    x: Tensor,
+    values: Tensor,
+    scale: Tensor | None,
+    minimum: Tensor | None,
+    bias: Tensor | None,
+    form: str,
+    columns: int,
+) -> Tensor:
+    """x [R, K] @ w.T + bias: [R, N] float32; `columns` input rows per program. All tensors contiguous."""
+    weight = Weight.of(values, scale, minimum, bias, form)
+    rows, n = x.shape[0], weight.rows
+    out = torch.empty((rows, n), dtype=torch.float32, device=x.device)
+    launcher(scaled_rows_early)[((rows + columns - 1) // columns, triton.cdiv(n, ROWS))](
+        *pointers(x, values, scale, minimum, bias),
+        out,
+        rows,
+        N=n,
+        K=weight.columns,
+        GROUP=weight.group_size,
+        BITS=bits_of(weight),
+        MINIMUM=minimum is not None,
+        BIAS=bias is not None,
+        ROWS=ROWS,
+        COLUMNS=columns,
+        EARLY=starts_early(),
+        num_warps=4,
+        num_stages=2,
+    )
+    return out
 
 
 @triton.jit

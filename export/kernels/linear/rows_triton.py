@@ -2,7 +2,7 @@
 
 Bfloat16 rows and int4 weights in groups of 128, with K a multiple of 256, are multiplied in *fixed point*, by two kernels.
 One writes the rows in the form that the product reads, normed if there is a norm. The other computes the product and the
-operations behind it.
+operations behind it. Up to FOUR_ROWS rows have a product of another kind (`rows_direct_triton`).
 
 On an H200, 2026-11-23, in microseconds for 2, 8, 16, 32 and 64 rows: 12,288 x 2,048 takes 7.9, 8.0, 8.4, 12.9 and 15.5; with
 products in bfloat16 11.3, 11.6, 12.3, 15.9 and 16.4; dequantised for torch's product 30. 248,320 x 2,048 takes 76, 78, 79,
@@ -42,12 +42,13 @@ from ostinato.export.kernels.launch import (
 )
 from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, RowIndex, Weight
 
-from . import prefill_triton, step_triton
+from . import prefill_triton, rows_direct_triton, step_triton
 from .limits import check_weight
+from .rows_direct_triton import DirectProduct, takes_direct
 from .rows_fixed_triton import fixed_rows_early
 from .rows_grouped_triton import grouped_rows_early, order_rows_early
 from .rows_prepare_triton import prepare_rows_early
-from .rows_scaled_triton import scaled_rows_early
+from .rows_scaled_triton import scaled_product
 
 # Weight rows per program. For 8 input rows, 12,288 x 2,048 takes 8.7 us with 64 weight rows, and 9.6 with 128.
 ROWS = 64
@@ -132,6 +133,8 @@ def norm_linear_conv(
     """
     if is_one(x.shape[0]):
         return step_triton.norm_linear_conv(x, norm, weight, gates, conv, index)
+    if takes_direct(x, weight):
+        return rows_direct_triton.norm_linear_conv(x, norm, weight, gates, conv, index)
     product, gated = norm_linear_gates(x, norm, weight, gates)
     return conv_rows(product, conv, index), gated
 
@@ -199,39 +202,7 @@ def _product(x: Tensor, weight: Weight) -> Tensor:
     """x [R, K] @ w.T + bias: [R, N] in x's dtype, but in float32 where integers have the plain kernel."""
     if weight.format is None or are_many(x.shape[0]):
         return prefill_triton.linear(x, weight)
-    return _scaled_product(x.contiguous(), *weight.arguments, columns_for(x))
-
-
-@torch.library.triton_op("ostinato::rows_scaled_product", mutates_args={})
-def _scaled_product(
-    x: Tensor,
-    values: Tensor,
-    scale: Tensor | None,
-    minimum: Tensor | None,
-    bias: Tensor | None,
-    form: str,
-    columns: int,
-) -> Tensor:
-    weight = Weight.of(values, scale, minimum, bias, form)
-    rows, n = x.shape[0], weight.rows
-    out = torch.empty((rows, n), dtype=torch.float32, device=x.device)
-    launcher(scaled_rows_early)[((rows + columns - 1) // columns, triton.cdiv(n, ROWS))](
-        *pointers(x, values, scale, minimum, bias),
-        out,
-        rows,
-        N=n,
-        K=weight.columns,
-        GROUP=weight.group_size,
-        BITS=step_triton.bits_of(weight),
-        MINIMUM=minimum is not None,
-        BIAS=bias is not None,
-        ROWS=ROWS,
-        COLUMNS=columns,
-        EARLY=starts_early(),
-        num_warps=4,
-        num_stages=2,
-    )
-    return out
+    return scaled_product(x.contiguous(), *weight.arguments, columns_for(x))
 
 
 @torch.library.triton_op("ostinato::rows_norm_linear", mutates_args={})
@@ -345,9 +316,8 @@ class _FusedProduct:
 
     @property
     def splits(self) -> int:
-        """Number of parts of K, which does not depend on `columns`. SwiGLU is not split: its gates and ups are already two
-        products per program. In two parts, the products of a layer 4,096 and
-        14,336 wide take 128 us in int4 with 32 rows, not 113."""
+        """Number of parts of K, which does not depend on `columns`. SwiGLU is not split: a program has two products as it is.
+        In two parts, those of a layer 4,096 and 14,336 wide take 128 us in int4 with 32 rows, not 113."""
         if self.swiglu:
             return 1
         if self.fixed:
@@ -368,6 +338,9 @@ class _FusedProduct:
         heads: int = 0,
     ) -> Tensor:
         """x [R, K] in bfloat16 -> [R, outputs] in `out_dtype`."""
+        if takes_direct(x, self.weight):
+            direct = DirectProduct(self.weight, self.swiglu, self.residual, self.gates, self.gated)
+            return direct.of(x, out_dtype, norm, squares, eps, heads)
         rows, k = x.shape
         blocks, split = (rows + self.columns - 1) // self.columns, self.splits > 1
 

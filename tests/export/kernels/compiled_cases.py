@@ -24,6 +24,7 @@ from .compiled_launches import (
     delta_rule,
     experts,
     linear_formats,
+    linear_four_rows,
     linear_rows,
     linear_step,
     logprobs,
@@ -289,6 +290,18 @@ GROUPS = {
         complete=(80, 89, 90),
         # At 8.0, with a rest of K.
         max_spilled={("grouped_rows_early", "bf16"): 8},
+    ),
+    "linear_four_rows": Group(
+        launches=linear_four_rows,
+        cases=((80, BF16), (89, BF16), (90, BF16)),
+        analysed=((90, BF16),),
+        written={
+            "prepare_direct_rows_early": ["factors_ptr gated_ptr planes_ptr", "factors_ptr planes_ptr"],
+            "direct_rows_early": ["out_ptr", "out_ptr state_ptr"],
+        },
+        complete=(80, 89, 90),
+        # With a bias and the convolution.
+        max_spilled={("direct_rows_early", "bf16"): 16},
     ),
     "linear_rows": Group(
         launches=linear_rows,

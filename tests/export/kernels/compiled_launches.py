@@ -249,7 +249,7 @@ ROWS_ADD = {
         (2048, 4096, 128, 15, 32),
         (2048, 4096, 128, 65, 32),
         (5120, 17408, 128, 65, None),
-        (192, 512, 128, 2, 8),
+        (192, 256, 128, 2, 8),
         (192, 384, 32, 2, 6),
     ),
     F32: (),
@@ -275,6 +275,24 @@ def linear_rows(capability: int, dtype: torch.dtype) -> list[Launch]:
             CudaKernels.linear_add(x, matrix, empty(rows, n, dtype=dtype), squares)
     # 8.0 and 8.9 multiply by the same instructions; of products in fixed point a SwiGLU's need most registers.
     return [one for one in launches if capability != 80 or one.name != "fixed_rows_early" or one.arguments["SWIGLU"]]
+
+
+def linear_four_rows(capability: int, dtype: torch.dtype) -> list[Launch]:
+    """Launch the flagship's linear layers, and a SwiGLU, for three rows; every weight has a bias."""
+    rows = 3
+    with recorded(capability) as launches:
+
+        def operands(n: int, k: int) -> tuple[Tensor, Norm, Weight]:
+            return empty(rows, k, dtype=dtype), Norm(empty(k), EPS), weight(n, k, dtype=dtype, group=128, bias=BF16)
+
+        conv = Convolution(empty(8192, 1, 4, dtype=dtype), empty(rows, 3, 8192, dtype=dtype))
+        CudaKernels.norm_linear_conv(*operands(12288, 2048), empty(64, 2048, dtype=dtype), conv, row_index(rows))
+        CudaKernels.norm_linear(*operands(9216, 2048), dtype)
+        CudaKernels.norm_swiglu(*operands(28672, 4096))
+        x, _, matrix = operands(2048, 4096)
+        squares = HeadSquares(empty(rows * 32, 2), EPS)
+        CudaKernels.linear_add(x, matrix, empty(rows, 2048, dtype=dtype), squares)
+    return launches
 
 
 # Neither this number of tokens nor eight times it is a multiple of 16, so no code is compiled for a multiple of 16.

@@ -219,6 +219,14 @@ STEP_SHAPES = [
     Shape(3, 9000),
 ]
 # A multiple of 64 outputs, and a few more. K in one, two, three and four parts, the last of which is longer.
+# For rows_direct_triton: fewer stretches of K than warps too, and tiles of 16 and of 32 weight rows.
+FOUR_ROWS_SHAPES = [
+    Shape(72, 512, 128, 4, 3, channels=40, gates=20),
+    Shape(72, 1536, Int4(128, F16), 12, 1, channels=72, taps=2),
+    Shape(74, 2048, 128, 16, 2, channels=30, gates=5),
+    Shape(40, 2560, 128, 10, 4, channels=8),
+    Shape(4130, 512, 128, channels=4128),
+]
 ROWS_SHAPES = [
     Shape(72, 512, 128, 8, 3, channels=40, gates=20),
     Shape(64, 256, 128, channels=64, taps=2),

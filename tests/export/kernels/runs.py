@@ -42,6 +42,17 @@ MIXTURES = {
     "a long run among rows": [Run(0, 30), Run(3, 11, 40), Run(1, 0), Run(-1, 0), Run(4, 17)],
     "only padding": [Run(-1, 0, 3)],
 }
+FOUR_ROWS_MIXTURES = {
+    "four sessions": [Run(slot, first) for slot, first in ((3, 5), (0, 0), (4, 70), (1, 1))],
+    "one run": [Run(2, 9, 4)],
+    "one run from the beginning": [Run(1, 0, 4)],
+    "two rows": [Run(0, 33), Run(4, 2)],
+    "two runs": [Run(3, 0, 2), Run(0, 5, 2)],
+    "padding behind": [Run(1, 1, 2), Run(-1, 7, 2)],
+    "padding first": [Run(-1, 0), Run(2, 2, 3)],
+    "padding between": [Run(1, 3), Run(-1, 0), Run(0, 0, 2)],
+    "only padding": [Run(-1, 0, 3)],
+}
 # More rows than half of what a step takes. A run crosses row 256; behind it stand single rows, and a long run.
 CROWD = [
     *(Run(0, 30), Run(3, 11, 150), Run(1, 0), Run(-1, 0, 20), Run(2, 7, 90), Run(4, 17)),

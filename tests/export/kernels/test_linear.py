@@ -18,13 +18,38 @@ from ostinato.export.formats.int4 import Int4
 from ostinato.export.formats.int4_min import Int4Min
 from ostinato.export.formats.int8 import Int8
 from ostinato.export.kernels.linear import prefill_triton, reference, rows_triton, step_triton
+from ostinato.export.kernels.linear.rows_direct_triton import takes_direct
 from ostinato.export.kernels.operands import RowIndex, Weight
 
 from ...comparison import relative_error
-from .linear_cases import CPU_SHAPES, PROMPT_SHAPES, ROWS_SHAPES, STEP_SHAPES, Case, Error, Shape, check, make
-from .runs import DEVICE, LONG_MIXTURES, MIXTURES, SLOT, Run, checkered, contract, in_turn, same_bits
+from .linear_cases import (
+    CPU_SHAPES,
+    FOUR_ROWS_SHAPES,
+    PROMPT_SHAPES,
+    ROWS_SHAPES,
+    STEP_SHAPES,
+    Case,
+    Error,
+    Shape,
+    check,
+    make,
+)
+from .runs import (
+    DEVICE,
+    FOUR_ROWS_MIXTURES,
+    LONG_MIXTURES,
+    MIXTURES,
+    SLOT,
+    Run,
+    checkered,
+    contract,
+    in_turn,
+    same_bits,
+)
 from .weights import BF16, F32, F64
 
+# The form of `rows` whose weights go directly into operands.
+FOUR_ROWS = "four rows"
 STEP = ("norm_linear", "norm_swiglu", "norm_linear_conv", "linear_add")
 
 
@@ -117,6 +142,9 @@ FORMS = {
     "reference of a prompt": Form(reference, PROMPT_SHAPES[:8], (1, 5), prompt_error, ("linear",), device="cpu"),
     "step": Form(step_triton, STEP_SHAPES, (1,), step_error, mixtures=beginnings(1) | {"padding": [Run(-1, 9)]}),
     "rows": Form(rows_triton, ROWS_SHAPES, (2, 3, 15, 16, 17, 33), rows_error, mixtures=MIXTURES, thin=False),
+    FOUR_ROWS: Form(
+        rows_triton, FOUR_ROWS_SHAPES, (2, 3, 4), rows_error, mixtures=FOUR_ROWS_MIXTURES, dtypes=(BF16,), thin=False
+    ),
     "prompt": Form(prefill_triton, PROMPT_SHAPES, (1, 2, 5), prompt_error, ("linear",), thin=False),
     "C++": Form(None, CPU_SHAPES, CPU_ROWS, cpu_error, mixtures=beginnings(*CPU_ROWS) | LONG_MIXTURES, device="cpu"),
 }
@@ -129,7 +157,9 @@ def kernels_of(request: pytest.FixtureRequest) -> Callable[[str], Any]:
 
 
 def made(name: str, shape: Shape, runs: Sequence[Run], dtype: torch.dtype) -> Case:
-    return make(shape, runs, dtype, device=FORMS[name].device, panels=name == "C++")
+    case = make(shape, runs, dtype, device=FORMS[name].device, panels=name == "C++")
+    assert name != FOUR_ROWS or takes_direct(case.x, case.operand.weight)
+    return case
 
 
 @contract("name operation shape dtype runs", [(name, *case) for name, form in FORMS.items() for case in form.cases()])
@@ -163,7 +193,7 @@ FORMATS: list[tuple[int | Format | None, torch.dtype]] = [
 
 def in_formats(cases: Iterable[tuple[str, str]], *values: float) -> list[tuple[Any, ...]]:
     """Return forms and operations in all number formats, with the values in turn."""
-    layers = [(*case, *layer) for case in cases for layer in FORMATS]
+    layers = [(*case, *layer) for case in cases for layer in FORMATS if case[0] != FOUR_ROWS or layer == (128, BF16)]
     return [(*layer, value) for layer, value in zip(layers, cycle(values), strict=False)] if values else layers
 
 
@@ -171,12 +201,13 @@ def several(name: str, rows: int) -> list[Run]:
     """Return rows of two sessions; a single one where a form takes no more."""
     if name == "step" or rows == 1:
         return [Run(SLOT, 7)]
+    rows = min(rows, 4) if name == FOUR_ROWS else rows
     return [Run(SLOT, 7, rows // 2), Run(0, 2, rows - rows // 2)]
 
 
 def small(name: str, k: int, group: int | Format | None, dtype: torch.dtype, bias: bool = False, rows: int = 5) -> Case:
     """Make a case with few outputs for a single row, whose kernels have a program for each."""
-    outputs = (4 if name == "step" else 20) + 2 * bias
+    outputs, k = (4 if name == "step" else 20) + 2 * bias, max(k, 512 if name == FOUR_ROWS else 0)
     return made(name, Shape(outputs, k, group, channels=3), several(name, rows), dtype)
 
 
@@ -246,7 +277,21 @@ def test_a_row_does_not_depend_on_its_company(
         assert torch.equal(moved.run(kernels, operation)["out"][place], expected)
 
 
-@contract("name operation group dtype", in_formats(case for case in SUMS if case[1] != "norm_linear"))
+@contract("operation", [(operation,) for operation in STEP])
+def test_few_rows_have_the_same_bits_in_any_number(kernels_of: Callable[[str], Any], operation: str) -> None:
+    runs = [Run(SLOT, 7), Run(0, 2), Run(3, 9), Run(1, 4)]
+    case, kernels = made(FOUR_ROWS, Shape(76, 1024, 128, channels=40), runs, BF16), kernels_of(FOUR_ROWS)
+    expected = case.run(kernels, operation)
+    for rows in (2, 3):
+        index = RowIndex(*(values[:rows] for values in case.index))
+        part = replace(case, x=case.x[:rows], residual=case.residual[:rows].clone(), index=index)
+        for output, found in part.run(kernels, operation).items():
+            assert output == "state" or torch.equal(found, expected[output][:rows])
+
+
+@contract(
+    "name operation group dtype", in_formats(case for case in SUMS if case[1] != "norm_linear" and case[0] != FOUR_ROWS)
+)
 def test_each_element_meets_its_own_weights(
     kernels_of: Callable[[str], Any], name: str, operation: str, group: int | Format | None, dtype: torch.dtype
 ) -> None:

@@ -12,7 +12,7 @@ from ostinato.delegate.artifact.names import ROWS_METHODS
 from ostinato.delegate.artifact.records import Growth, StateForm, StateKind
 from ostinato.delegate.sampling_params import SamplingTensors
 from ostinato.export.artifact.records import Constants
-from ostinato.export.compile.trace import Known, trace_method
+from ostinato.export.compile.trace import Chain, Known, trace_method
 from ostinato.export.kernels import Kernels, kernels_for
 from ostinato.export.layers.state import state_forms
 from ostinato.export.models import build_network, read_config
@@ -82,25 +82,43 @@ def test_prompts_and_rows_of_the_same_code(capitals_checkpoint: Path) -> None:
     assert {kind for kind, graph in hidden.items() if graph is not rows.get(kind)} == {"final norm"}
 
 
-def test_rows_of_a_gpu(capitals_checkpoint: Path) -> None:
+def methods_of_a_gpu(model: str, group: int | None) -> dict[str, Chain]:
+    config = read_config(ROOT / "tests" / "assets" / "configs" / model)[1]
+    with torch.device("meta"):
+        network = build_network(config, 1024, torch.bfloat16, kernels=kernels_for("cuda"), quant=of_group(group))
+    return language_model_methods(network)
+
+
+def test_rows_of_a_gpu() -> None:
     """Each range of rows that has kernels of its own is a method. The names stand in the order of the ranges."""
     pytest.importorskip("triton")
-    config = read_config(capitals_checkpoint)[1]
-    methods = language_model_methods(build_network(config, 1024, torch.float32, kernels=kernels_for("cuda")))
+    methods = methods_of_a_gpu("Qwen3.5-35B-A3B", 128)
     rows = {name: methods[name].dynamic_shapes["tokens"][0] for name in ROWS_METHODS}
-    ranges = {"step_rows": (2, 8), "few_rows": (2, 16), "rows": (2, 256), "many_rows": (257, 512)}
+    ranges = {
+        "four_rows": (2, 4),
+        "step_rows": (2, 8),
+        "few_rows": (2, 16),
+        "rows": (2, 256),
+        "many_rows": (257, 512),
+    }
     assert {name: (size.min, size.max) for name, size in rows.items()} == ranges
     assert [*ROWS_METHODS] == sorted(ROWS_METHODS, key=lambda name: rows[name].max)
 
 
-def test_few_rows_without_experts_have_one_method() -> None:
-    """The kernels of a single token that take a few rows are those of experts."""
+@pytest.mark.parametrize(
+    ("model", "group", "left_out"),
+    [
+        ("Qwen3.5-0.8B", None, {"four_rows", "step_rows"}),
+        ("Qwen3.5-0.8B", 128, {"step_rows"}),
+        ("Qwen3.5-0.8B", 32, {"four_rows", "step_rows"}),
+        ("Qwen3.5-35B-A3B", 32, {"four_rows"}),
+    ],
+)
+def test_few_rows_have_the_methods_that_have_kernels(model: str, group: int | None, left_out: set[str]) -> None:
+    """Up to 8 rows have kernels of their own for experts, up to 4 for int4 weights in groups of 128."""
     pytest.importorskip("triton")
-    config = read_config(ROOT / "tests" / "assets" / "configs" / "Qwen3.5-0.8B")[1]
-    with torch.device("meta"):
-        network = build_network(config, 1024, torch.bfloat16, kernels=kernels_for("cuda"))
-    methods = language_model_methods(network)
-    assert [name for name in ROWS_METHODS if name in methods] == ["few_rows", "rows", "many_rows"]
+    methods = methods_of_a_gpu(model, group)
+    assert set(ROWS_METHODS) - methods.keys() == left_out
 
 
 @pytest.mark.parametrize("chunk", [3, 4, 5, 6])
