@@ -34,6 +34,7 @@ def prepare_rows_early(
     HEADS: tl.constexpr,
     PARTS: tl.constexpr,
     NORMED: tl.constexpr,
+    FIXED: tl.constexpr,
     COLUMNS: tl.constexpr,
     COUNTERS: tl.constexpr,
     EARLY: tl.constexpr,
@@ -44,7 +45,8 @@ def prepare_rows_early(
         NORM: whether x is normed over K elements.
         HEADS: number of heads of a row, which are divided by their root mean squares; 0: x has no heads.
         PARTS: number of parts of a head's sum of squares.
-        NORMED: whether normed [R, K] is written too: the normed rows in x's dtype and order.
+        NORMED: whether normed [R, K] is written: the normed or divided rows in x's dtype and order.
+        FIXED: whether planes and factors are written.
         COUNTERS: number of counters that are set to zero for each COLUMNS rows.
     """
     start_next(EARLY)
@@ -69,11 +71,12 @@ def prepare_rows_early(
         x = x * head_factors(
             squares_ptr + row * (HEADS * PARTS), block, element, inside, EPS, K // HEADS, PARTS, PADDED
         )
-    upper, lower, scale = signed_bytes(x)
-    planes = planes_ptr + row * (2 * K) + offsets
-    tl.store(planes, upper, mask=inside)
-    tl.store(planes + K, lower, mask=inside)
-    tl.store(factors_ptr + row * BLOCKS + block, scale / 16, mask=block < BLOCKS)
+    if FIXED:
+        upper, lower, scale = signed_bytes(x)
+        planes = planes_ptr + row * (2 * K) + offsets
+        tl.store(planes, upper, mask=inside)
+        tl.store(planes + K, lower, mask=inside)
+        tl.store(factors_ptr + row * BLOCKS + block, scale / 16, mask=block < BLOCKS)
     if NORMED:
         tl.store(normed_ptr + row * K + element, x.to(normed_ptr.dtype.element_ty), mask=inside)
     if COUNTERS > 0 and row % COLUMNS == 0:

@@ -14,7 +14,7 @@ of 32, and for both planes of a row.
 
 What is left, float32 and odd K, has one plain kernel. Weights in a floating dtype use torch's product, and so do all weights
 for more than SOME_ROWS rows, as for a prompt (`prefill_triton`). Then the norm and the operations behind the product are left
-to Inductor.
+to Inductor. But up to FEW_ROWS rows in bfloat16 go to `rows_direct_triton`.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def linear_add(x: Tensor, weight: Weight, residual: Tensor, squares: HeadSquares
 def _is_fused(x: Tensor, weight: Weight) -> bool:
     """Whether rows x and a weight have kernels that take the operations around the product too."""
     whole = x.dtype == torch.bfloat16 and weight.columns % 64 == 0
-    return weight.format is not None and whole and not are_many(x.shape[0])
+    return takes_direct(x, weight) or (weight.format is not None and whole and not are_many(x.shape[0]))
 
 
 def _in_fixed_point(weight: Weight) -> bool:
@@ -366,6 +366,7 @@ class _FusedProduct:
         prepared: tuple[Tensor, ...]
         if self.fixed:
             prepared = empty(padded, 2, k, dtype=torch.int8), empty(padded, width)
+            prepare["FIXED"] = True
             launcher(prepare_rows_early)[(rows,)](*pointers(x, norm, squares, normed, counters), *prepared, **prepare)
         else:
             inputs = empty(padded, width * 128, dtype=torch.bfloat16)

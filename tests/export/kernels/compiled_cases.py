@@ -23,8 +23,8 @@ from .compiled_launches import (
     attention,
     delta_rule,
     experts,
+    linear_direct,
     linear_formats,
-    linear_four_rows,
     linear_rows,
     linear_step,
     logprobs,
@@ -291,8 +291,18 @@ GROUPS = {
         # At 8.0, with a rest of K.
         max_spilled={("grouped_rows_early", "bf16"): 8},
     ),
+    "linear_floats_rows": Group(
+        launches=partial(linear_direct, rows=15, group=None),
+        cases=((80, BF16), (89, BF16), (90, BF16)),
+        analysed=((90, BF16),),
+        written={
+            "prepare_direct_rows_early": ["gated_ptr normed_ptr", "normed_ptr"],
+            "direct_floats_rows_early": ["out_ptr", "out_ptr state_ptr"],
+        },
+        complete=(80, 89, 90),
+    ),
     "linear_four_rows": Group(
-        launches=linear_four_rows,
+        launches=partial(linear_direct, rows=3, group=128),
         cases=((80, BF16), (89, BF16), (90, BF16)),
         analysed=((90, BF16),),
         written={

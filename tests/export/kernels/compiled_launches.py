@@ -277,13 +277,12 @@ def linear_rows(capability: int, dtype: torch.dtype) -> list[Launch]:
     return [one for one in launches if capability != 80 or one.name != "fixed_rows_early" or one.arguments["SWIGLU"]]
 
 
-def linear_four_rows(capability: int, dtype: torch.dtype) -> list[Launch]:
-    """Launch the flagship's linear layers, and a SwiGLU, for three rows; every weight has a bias."""
-    rows = 3
+def linear_direct(capability: int, dtype: torch.dtype, rows: int, group: int | None) -> list[Launch]:
+    """Launch the flagship's linear layers, and a SwiGLU, for few rows; every weight has a bias."""
     with recorded(capability) as launches:
 
         def operands(n: int, k: int) -> tuple[Tensor, Norm, Weight]:
-            return empty(rows, k, dtype=dtype), Norm(empty(k), EPS), weight(n, k, dtype=dtype, group=128, bias=BF16)
+            return empty(rows, k, dtype=dtype), Norm(empty(k), EPS), weight(n, k, dtype=dtype, group=group, bias=BF16)
 
         conv = Convolution(empty(8192, 1, 4, dtype=dtype), empty(rows, 3, 8192, dtype=dtype))
         CudaKernels.norm_linear_conv(*operands(12288, 2048), empty(64, 2048, dtype=dtype), conv, row_index(rows))

@@ -219,7 +219,13 @@ STEP_SHAPES = [
     Shape(3, 9000),
 ]
 # A multiple of 64 outputs, and a few more. K in one, two, three and four parts, the last of which is longer.
-# For rows_direct_triton: fewer stretches of K than warps too, and tiles of 16 and of 32 weight rows.
+# For rows_direct_triton: fewer stretches or turns of K than warps too, and tiles of 16 and of 32 weight rows.
+FLOATS_SHAPES = [
+    Shape(72, 512, None, 4, 3, channels=40, gates=20),
+    Shape(74, 384, None, 3, 2, channels=30, gates=5),
+    Shape(40, 1024, None, 8, 4, channels=8, taps=2),
+    Shape(36, 3584, None, 14, 1, channels=36),
+]
 FOUR_ROWS_SHAPES = [
     Shape(72, 512, 128, 4, 3, channels=40, gates=20),
     Shape(72, 1536, Int4(128, F16), 12, 1, channels=72, taps=2),

@@ -24,6 +24,7 @@ from ostinato.export.kernels.operands import RowIndex, Weight
 from ...comparison import relative_error
 from .linear_cases import (
     CPU_SHAPES,
+    FLOATS_SHAPES,
     FOUR_ROWS_SHAPES,
     PROMPT_SHAPES,
     ROWS_SHAPES,
@@ -44,12 +45,14 @@ from .runs import (
     checkered,
     contract,
     in_turn,
+    rows_of,
     same_bits,
 )
 from .weights import BF16, F32, F64
 
 # The form of `rows` whose weights go directly into operands.
-FOUR_ROWS = "four rows"
+FOUR_ROWS, FLOATS = "four rows", "rows of floats"
+DIRECT: dict[str, tuple[int | None, torch.dtype]] = {FOUR_ROWS: (128, BF16), FLOATS: (None, BF16)}
 STEP = ("norm_linear", "norm_swiglu", "norm_linear_conv", "linear_add")
 
 
@@ -111,6 +114,11 @@ def rows_error(weight: Weight, dtype: torch.dtype) -> float:
     return 1e-4 if fixed else 4e-3
 
 
+def direct_error(weight: Weight, dtype: torch.dtype) -> float:
+    """Weights in bfloat16 meet inputs that are normed and rounded."""
+    return 4e-3 if weight.scale is None else 1e-4
+
+
 def prompt_error(weight: Weight, dtype: torch.dtype) -> float:
     """Int4 weights are rounded to the dtype."""
     return 2.5e-6 if dtype == F32 else 4e-3
@@ -128,6 +136,7 @@ def beginnings(*counts: int) -> dict[str, Sequence[Run]]:
     return {f"first {count} rows": [Run(SLOT, 0, count)] for count in counts}
 
 
+FLOATS_MIXTURES = {name: runs for name, runs in MIXTURES.items() if rows_of(runs) <= 16}
 CPU_ROWS = (1, 2, 3, 5, 31, 33, 70)
 FORMS = {
     "reference": Form(
@@ -143,7 +152,11 @@ FORMS = {
     "step": Form(step_triton, STEP_SHAPES, (1,), step_error, mixtures=beginnings(1) | {"padding": [Run(-1, 9)]}),
     "rows": Form(rows_triton, ROWS_SHAPES, (2, 3, 15, 16, 17, 33), rows_error, mixtures=MIXTURES, thin=False),
     FOUR_ROWS: Form(
-        rows_triton, FOUR_ROWS_SHAPES, (2, 3, 4), rows_error, mixtures=FOUR_ROWS_MIXTURES, dtypes=(BF16,), thin=False
+        rows_triton, FOUR_ROWS_SHAPES, (2, 3, 4), direct_error, mixtures=FOUR_ROWS_MIXTURES, dtypes=(BF16,), thin=False
+    ),
+    # Those with weights in bfloat16, for up to 8 rows and up to 16.
+    FLOATS: Form(
+        rows_triton, FLOATS_SHAPES, (2, 8, 9, 16), direct_error, mixtures=FLOATS_MIXTURES, dtypes=(BF16,), thin=False
     ),
     "prompt": Form(prefill_triton, PROMPT_SHAPES, (1, 2, 5), prompt_error, ("linear",), thin=False),
     "C++": Form(None, CPU_SHAPES, CPU_ROWS, cpu_error, mixtures=beginnings(*CPU_ROWS) | LONG_MIXTURES, device="cpu"),
@@ -158,7 +171,7 @@ def kernels_of(request: pytest.FixtureRequest) -> Callable[[str], Any]:
 
 def made(name: str, shape: Shape, runs: Sequence[Run], dtype: torch.dtype) -> Case:
     case = make(shape, runs, dtype, device=FORMS[name].device, panels=name == "C++")
-    assert name != FOUR_ROWS or takes_direct(case.x, case.operand.weight)
+    assert name not in DIRECT or takes_direct(case.x, case.operand.weight)
     return case
 
 
@@ -193,7 +206,7 @@ FORMATS: list[tuple[int | Format | None, torch.dtype]] = [
 
 def in_formats(cases: Iterable[tuple[str, str]], *values: float) -> list[tuple[Any, ...]]:
     """Return forms and operations in all number formats, with the values in turn."""
-    layers = [(*case, *layer) for case in cases for layer in FORMATS if case[0] != FOUR_ROWS or layer == (128, BF16)]
+    layers = [(*case, *layer) for case in cases for layer in FORMATS if DIRECT.get(case[0], layer) == layer]
     return [(*layer, value) for layer, value in zip(layers, cycle(values), strict=False)] if values else layers
 
 
@@ -207,7 +220,7 @@ def several(name: str, rows: int) -> list[Run]:
 
 def small(name: str, k: int, group: int | Format | None, dtype: torch.dtype, bias: bool = False, rows: int = 5) -> Case:
     """Make a case with few outputs for a single row, whose kernels have a program for each."""
-    outputs, k = (4 if name == "step" else 20) + 2 * bias, max(k, 512 if name == FOUR_ROWS else 0)
+    outputs, k = (4 if name == "step" else 20) + 2 * bias, max(k, 512 if name in DIRECT else 0)
     return made(name, Shape(outputs, k, group, channels=3), several(name, rows), dtype)
 
 
@@ -277,10 +290,10 @@ def test_a_row_does_not_depend_on_its_company(
         assert torch.equal(moved.run(kernels, operation)["out"][place], expected)
 
 
-@contract("operation", [(operation,) for operation in STEP])
-def test_few_rows_have_the_same_bits_in_any_number(kernels_of: Callable[[str], Any], operation: str) -> None:
+@contract("name operation", product(DIRECT, STEP))
+def test_few_rows_have_the_same_bits_in_any_number(kernels_of: Callable[[str], Any], name: str, operation: str) -> None:
     runs = [Run(SLOT, 7), Run(0, 2), Run(3, 9), Run(1, 4)]
-    case, kernels = made(FOUR_ROWS, Shape(76, 1024, 128, channels=40), runs, BF16), kernels_of(FOUR_ROWS)
+    case, kernels = made(name, Shape(76, 1024, DIRECT[name][0], channels=40), runs, BF16), kernels_of(name)
     expected = case.run(kernels, operation)
     for rows in (2, 3):
         index = RowIndex(*(values[:rows] for values in case.index))
@@ -290,7 +303,8 @@ def test_few_rows_have_the_same_bits_in_any_number(kernels_of: Callable[[str], A
 
 
 @contract(
-    "name operation group dtype", in_formats(case for case in SUMS if case[1] != "norm_linear" and case[0] != FOUR_ROWS)
+    "name operation group dtype",
+    in_formats(case for case in SUMS if case[1] != "norm_linear" and case[0] not in DIRECT),
 )
 def test_each_element_meets_its_own_weights(
     kernels_of: Callable[[str], Any], name: str, operation: str, group: int | Format | None, dtype: torch.dtype

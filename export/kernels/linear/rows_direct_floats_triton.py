@@ -1,0 +1,104 @@
+# mypy: allow-untyped-defs
+"""Up to FEW_ROWS rows in bfloat16 times weights in bfloat16: from memory directly into operands of `mma`.
+
+As `rows_direct_int4_triton`: a program has some weight rows, and its warps divide K. A *turn* is 64 bytes of each row, for
+each warp. The weights of the first turns are loaded before the wait, and the others while the products are made. The sums of
+the warps are added in one order, and no row sees another.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
+
+from .rows_direct_store_triton import load_past, load_taps, offset_in_run, operand_of, store_direct, stored_lines
+
+# Elements of a turn.
+TURN = tl.constexpr(32)
+
+
+@triton.jit
+def direct_floats_rows_early(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    residual_ptr,
+    conv_ptr,
+    state_ptr,
+    positions_ptr,
+    slots_ptr,
+    out_ptr,
+    rows,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WARPS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Write out [R, N], R <= COLUMNS: the product of x [R, K] with a weight, and the operations behind it.
+
+    A program has ROWS weight rows; with SWIGLU, ROWS / 2 gate rows and the up rows N rows behind these.
+
+    Args:
+        CHANNELS: outputs that are convolved with TAPS taps, the first ones; see `store_direct`. 0: none is.
+        AHEAD: turns whose weights are loaded before the wait, and later before those ahead of them are multiplied.
+    """
+    OUTPUTS: tl.constexpr = ROWS // 2 if SWIGLU else ROWS
+    TURNS: tl.constexpr = (K // TURN + WARPS - 1) // WARPS
+    start_next(EARLY)
+    rows = tl.cast(rows, tl.int32)
+    first = tl.program_id(0) * OUTPUTS
+    row = tl.arange(0, COLUMNS)
+    output = first + tl.arange(0, OUTPUTS)
+    line = tl.arange(0, ROWS // 8)[None, None, :, None] * 8 + tl.arange(0, 8)[:, None, None, None]
+    line = stored_lines(line, first, N, SWIGLU, ROWS)
+    of_weight = weight_ptr + first.to(tl.int64) * K + line * K
+    tiles = ()
+    for turn in tl.static_range(min(AHEAD, TURNS)):
+        tiles = tiles + (load_turn(of_weight, turn, K, WARPS),)  # type: ignore[assignment]  # noqa: RUF005
+    taps, past, slot, offset = (), (), row, row
+    if CHANNELS > 0:
+        slot = tl.load(slots_ptr + row, mask=row < rows, other=-2)
+        offset = offset_in_run(slots_ptr, slot, row, rows)
+        taps = load_taps(conv_ptr, output, CHANNELS, TAPS)
+        past = load_past(state_ptr, positions_ptr, slot, offset, output, row, rows, CHANNELS, TAPS)
+    wait_for_previous(EARLY)
+    column = tl.arange(0, COLUMNS // 8)[None, None, :, None] * 8 + tl.arange(0, 8)[:, None, None, None]
+    of_x = x_ptr + column * K
+    following = load_turn(of_x, 0, K, WARPS, column < rows)
+    sums = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)
+    for turn in tl.static_range(TURNS):
+        x = following
+        if turn + 1 < TURNS:
+            following = load_turn(of_x, turn + 1, K, WARPS, column < rows)
+        weights = tiles[0]  # type: ignore[misc]
+        tiles = tiles[1:]
+        if turn + AHEAD < TURNS:
+            tiles = tiles + (load_turn(of_weight, turn + AHEAD, K, WARPS),)  # type: ignore[assignment]  # noqa: RUF005
+        columns = tl.permute(operand_of(x, COLUMNS, WARPS), (0, 2, 1))
+        sums = tl.dot(operand_of(weights, ROWS, WARPS), columns, sums)
+    store_direct(
+        tl.sum(sums, 0), bias_ptr, residual_ptr, state_ptr, slots_ptr, out_ptr, taps, past, slot, offset, output, row, rows,
+        N, BIAS, RESIDUAL, SWIGLU, CHANNELS, TAPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_turn(lines, NUMBER: tl.constexpr, K: tl.constexpr, WARPS: tl.constexpr, filled=True):
+    """Load a turn of lines, pointers [8, 1, LINES / 8, 1] to their first elements: [8, WARPS, LINES / 8, TURN].
+
+    A warp's turns are neighbours. Zeros behind the last element, and where not `filled`.
+    """
+    TURNS: tl.constexpr = (K // TURN + WARPS - 1) // WARPS
+    at = tl.arange(0, WARPS)[None, :, None, None] * TURNS + NUMBER
+    inside = (at < K // TURN) | (K // TURN == TURNS * WARPS)
+    return tl.load(lines + (at * TURN + tl.arange(0, TURN)[None, None, None, :]), mask=inside & filled, other=0.0)

@@ -1,0 +1,159 @@
+# mypy: allow-untyped-defs
+"""What the direct products of few rows have in common: the order of operands, and the operations behind a product.
+
+A program has all rows of its outputs, so the short convolution of a delta-net stands behind the product too. A row's inputs
+are its own product and those of TAPS - 1 tokens before it: of rows before it in its run, else of the slot's state. `slot` is
+the slot of each row, -2 behind the last; `offset` is how many rows of its run stand before it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .rows_fixed_triton import with_bias
+
+
+@triton.jit
+def stored_lines(line, first, N: tl.constexpr, SWIGLU: tl.constexpr, ROWS: tl.constexpr):
+    """A tile's rows, as rows of the weight from `first` on. Rows past the last read the last row again."""
+    if SWIGLU:
+        HALF: tl.constexpr = ROWS // 2
+        lines = line % HALF
+        if N % HALF != 0:
+            lines = tl.minimum(lines, N - 1 - first)
+        lines += line // HALF * N
+    elif N % ROWS != 0:
+        lines = tl.minimum(line, N - 1 - first)
+    else:
+        lines = line
+    return lines
+
+
+@triton.jit
+def operand_of(tile, ROWS: tl.constexpr, WARPS: tl.constexpr):
+    """A tile [8, WARPS, ROWS / 8, 64 bytes] -> [WARPS, ROWS, 64 bytes], the left operand of a product; the right one must be
+    transposed.
+
+    See `rows_tiles_triton.operand`.
+    """
+    SIZE: tl.constexpr = tile.shape[3]
+    tile = tl.reshape(tl.permute(tile, (1, 2, 0, 3)), [WARPS, ROWS, 4, 4, SIZE // 16])
+    return tl.reshape(tl.permute(tile, (0, 1, 3, 2, 4)), [WARPS, ROWS, SIZE])
+
+
+@triton.jit
+def store_direct(
+    total,
+    bias_ptr,
+    residual_ptr,
+    state_ptr,
+    slots_ptr,
+    out_ptr,
+    taps,
+    past,
+    slot,
+    offset,
+    output,
+    row,
+    rows,
+    N: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+):
+    """Store a product [ROWS, COLUMNS] of weight rows and rows, and what is behind it.
+
+    Args:
+        taps, past, slot, offset: see `convolved`.
+        CHANNELS: outputs that are convolved with TAPS taps, the first ones. 0: none is.
+    """
+    if SWIGLU:
+        gate, up = tl.split(tl.permute(tl.reshape(total, [2, output.shape[0], row.shape[0]]), (1, 2, 0)))
+        gate = with_bias(gate, bias_ptr, output, N, BIAS)
+        results = gate * tl.sigmoid(gate) * with_bias(up, bias_ptr + N, output, N, BIAS)
+    else:
+        results = with_bias(total, bias_ptr, output, N, BIAS)
+    inside = (output < N)[:, None] & (row < rows)[None, :]
+    offsets = row[None, :] * N + output[:, None]
+    if RESIDUAL:
+        results += tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    if CHANNELS > 0:
+        # The state was read before the warps met to add their sums: no lane still needs what is overwritten.
+        newest = results.to(out_ptr.dtype.element_ty).to(tl.float32)
+        results = convolved(newest, taps, past, state_ptr, slots_ptr, slot, offset, output, row, rows, CHANNELS, TAPS)
+    tl.store(out_ptr + offsets, results.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_taps(conv_ptr, channel, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
+    """The factors [OUTPUTS] of a row's input, of the one before, and so on, float32: a tuple."""
+    taps = ()
+    for tap in tl.static_range(TAPS):
+        factor = tl.load(conv_ptr + channel * TAPS + (TAPS - 1 - tap), mask=channel < CHANNELS, other=0.0)
+        taps = taps + (factor.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+    return taps
+
+
+@triton.jit
+def offset_in_run(slots_ptr, slot, row, rows):
+    """How many rows of each row's run stand before it [COLUMNS]."""
+    others = tl.load(slots_ptr + row, mask=row < rows, other=-2)
+    before = (others[:, None] == slot[None, :]) & (row[:, None] < row[None, :])
+    return tl.sum(before.to(tl.int32), 0)
+
+
+@triton.jit
+def load_past(state_ptr, positions_ptr, slot, offset, channel, row, rows, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
+    """Inputs [OUTPUTS, COLUMNS] that were 1, 2, ... tokens before each row, where its slot's state has them: a tuple.
+
+    Zeros for those that rows of this call have, and where the slot begins anew.
+    """
+    position = tl.load(positions_ptr + row, mask=row < rows, other=0)
+    known = (slot >= 0) & (position > offset)
+    cells = state_ptr + tl.maximum(slot, 0) * ((TAPS - 1) * CHANNELS) + (TAPS - 1 + offset) * CHANNELS
+    past = ()
+    for tap in tl.static_range(1, TAPS):
+        inside = (channel < CHANNELS)[:, None] & (known & (offset < tap))[None, :]
+        value = tl.load(cells[None, :] + (channel[:, None] - tap * CHANNELS), mask=inside, other=0.0)
+        past = past + (value,)  # type: ignore[assignment]  # noqa: RUF005
+    return past
+
+
+@triton.jit
+def convolved(
+    newest,
+    taps,
+    past,
+    state_ptr,
+    slots_ptr,
+    slot,
+    offset,
+    channel,
+    row,
+    rows,
+    CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+):
+    """SiLU of the convolution of products [OUTPUTS, COLUMNS] over the rows of each run. Stores the new states.
+
+    Outputs behind the channels stay as they are. Operands are arguments one by one: torch's analysis would take all that is
+    in a tuple with the state for written.
+    """
+    inside = (channel < CHANNELS)[:, None]
+    ends = (slot >= 0) & (tl.load(slots_ptr + row + 1, mask=row + 1 < rows, other=-2) != slot)
+    cells = state_ptr + tl.maximum(slot, 0) * ((TAPS - 1) * CHANNELS)
+    cells = cells[None, :] + channel[:, None]
+    mixed = newest * taps[0][:, None]
+    for tap in tl.static_range(TAPS):
+        value = newest
+        if tap > 0:
+            before = tl.broadcast_to(tl.maximum(row - tap, 0)[None, :], newest.shape)
+            value = tl.where((offset >= tap)[None, :], tl.gather(newest, before, 1), past[tap - 1].to(tl.float32))
+            mixed += value * taps[tap][:, None]
+        if tap < TAPS - 1:
+            moved = value.to(state_ptr.dtype.element_ty)
+            tl.store(cells + (TAPS - 2 - tap) * CHANNELS, moved, mask=inside & ends[None, :])
+    return tl.where(inside, mixed * tl.sigmoid(mixed), newest)
