@@ -22,11 +22,9 @@ from ostinato.delegate.artifact.names import (
     ROWS_METHODS,
     ROWS_STREAMED,
     SAMPLE,
-    STEP_ROWS,
 )
 from ostinato.export.compile.trace import Chain, Link
 from ostinato.export.formats.int4 import Int4
-from ostinato.export.layers.experts import SparseMoe
 from ostinato.export.layers.host_experts import STREAMED
 from ostinato.export.layers.linear import Linear
 
@@ -62,7 +60,7 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
       rows: the embedding, then the output of each layer, of the last one after the final norm. All of its code but that
       norm's is the code of `rows`, whose links hand on x anyway.
     - `few_rows`: `rows` for up to 16 rows, where there are kernels of their own for few rows.
-    - `step_rows`: `rows` for up to 8 rows, where `few_rows` is and there are experts: the kernels of `decode` compute them.
+    - `step_rows`: `rows` for up to 8 rows, where `few_rows` is: the kernels of `decode` compute attention and experts.
     - `four_rows`: `rows` for up to 4 rows, where `few_rows` is and linear layers have int4 weights in groups of 128: these
       have kernels of their own for so few rows.
     - `many_rows`: `rows` for 257 to 512 rows, where `few_rows` is. Weights are multiplied as `prefill` does.
@@ -89,7 +87,7 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
         methods[PREFILL_STREAMED] = _with_streamed(Chain(streamed, prompt, ("logits",), dynamic))
     least = 2
     for max_rows, name in zip(kernels.max_rows, ROWS_METHODS if len(kernels.max_rows) > 1 else (ROWS,), strict=False):
-        if not _has_kernels(network, name):
+        if name == FOUR_ROWS and not _has_int4_in_128(network):
             continue
         # If prompts and rows share code, they share the dimension too, and the code is compiled once.
         rows = length if folds else Dim("R", min=least if name == MANY_ROWS else 2, max=max_rows)
@@ -115,14 +113,10 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
     }
 
 
-def _has_kernels(network: LanguageModel, name: str) -> bool:
-    """Whether the network has operations with kernels of their own for as few rows as this method takes."""
-    if name == STEP_ROWS:
-        return any(isinstance(module, SparseMoe) for module in network.modules())
-    if name == FOUR_ROWS:
-        weights = [weight for module in network.modules() if isinstance(module, Linear) for weight in module.operands]
-        return any(isinstance(weight.format, Int4) and weight.group_size == 128 for weight in weights)
-    return True
+def _has_int4_in_128(network: LanguageModel) -> bool:
+    """Whether linear layers have int4 weights in groups of 128."""
+    weights = [weight for module in network.modules() if isinstance(module, Linear) for weight in module.operands]
+    return any(isinstance(weight.format, Int4) and weight.group_size == 128 for weight in weights)
 
 
 def _rows(network: LanguageModel, layers: list[Link], rows: Any) -> Chain:

@@ -1,5 +1,7 @@
 """Attention of several rows, of any sessions, in three kernels: place, attend, combine.
 
+A call that never has more than STEP_ROWS rows takes the two kernels of `step_triton`.
+
 The first kernel writes each row's key and value to their page, and norms and rotates its queries. The second kernel works on
 *tiles*. A tile is up to ROWS rows of one run, with the heads that share a key head, so that pages are read once for all of
 them. The positions that a tile sees are split over several programs. The third kernel brings the sums of the splits to one
@@ -20,14 +22,14 @@ from ostinato.export.kernels.launch import (
     LARGE,
     MEDIUM,
     SMALL,
+    at_most,
     fitting,
-    is_one,
     launcher,
     row_class,
     row_vector,
     starts_early,
 )
-from ostinato.export.kernels.operands import FEW_ROWS, MAX_ROWS, Heads, KVCache, RowIndex
+from ostinato.export.kernels.operands import FEW_ROWS, MAX_ROWS, STEP_ROWS, Heads, KVCache, RowIndex
 
 from . import step_triton
 from .block_triton import TileConfig, attend_range, first_seen, padded_group, score_scale
@@ -75,12 +77,12 @@ def config_for(max_rows: int, head_dim: int) -> TileConfig:
 
 
 def attend_step(qkv: Tensor, heads: Heads, index: RowIndex, cache: KVCache) -> Tensor:
-    """See `reference.attend_step`; all tensors contiguous. One row has kernels of its own.
+    """See `reference.attend_step`; all tensors contiguous. Few rows have kernels of their own.
 
     Raises:
         ExportError: see `step_triton.check_step`.
     """
-    if is_one(qkv.shape[0]):
+    if at_most(qkv.shape[0], STEP_ROWS):
         return step_triton.attend_step(qkv, heads, index, cache)
     check_step(heads, index, cache)
     return _attend_rows(qkv, *heads.arguments, *index, *cache.arguments)

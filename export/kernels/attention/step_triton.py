@@ -1,10 +1,14 @@
-"""Attention of one decode step in two kernels: one over splits of the cache, one that combines their sums.
+"""Attention of one decode step, of one row or a few, in two kernels: one over splits of the cache, one that combines their
+sums.
 
 Where there is a window, the splits are of the earlier positions in it.
 
-The first kernel starts to load the earlier keys and values before the projection ahead of it has ended. Only the queries and
-the token's own key and value come from that projection. The token's own position and later positions of the cache are not
-read.
+The first kernel starts to load the earlier keys and values before the projection ahead of it has ended. The queries and the
+keys and values of the row's *own positions* come from that projection: its position and, where it stands in a run, those of
+the rows before it in this call. Other programs write these to the cache, so they and later positions are not read from it.
+
+Each program has one row: the pages of a run are read for each of its rows, from L2 if at the same time. Among several rows, a
+row that is a run by itself has the same bits, whatever rows stand beside it.
 """
 
 from __future__ import annotations
@@ -17,8 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
-from ostinato.export.kernels.launch import launcher, starts_early
-from ostinato.export.kernels.operands import Heads, KVCache, RowIndex
+from ostinato.export.kernels.launch import is_one, launcher, starts_early
+from ostinato.export.kernels.operands import STEP_ROWS, Heads, KVCache, RowIndex
 
 from .block_triton import (
     PROGRAMS,
@@ -32,6 +36,9 @@ from .block_triton import (
 )
 from .limits import check_step
 
+# The most programs of one row that stands beside others, for all key heads together: two rows have as many as one by itself,
+# and eight 512. Behind a short context most of them have nothing to do, but wait for room.
+SEVERAL_PROGRAMS = PROGRAMS // 2
 # The positions of one split are a multiple of STEP, so that a few thousand tokens spread evenly, and at least MIN_SPLIT, so
 # that a short context has few sums to combine.
 STEP = 16
@@ -61,18 +68,22 @@ SPLIT = {
     torch.bfloat16: SplitConfig(keys=64, warps=8, stages=2),
     torch.float32: SplitConfig(keys=16, warps=8, stages=2),
 }
+# With several rows programs are more than there is room for, so two fit on a multiprocessor. In a layer of the flagship 2, 4
+# and 8 rows behind 200 tokens then take 34.7, 48.1 and 69.7 us, behind 3,900 41.9, 60.5 and 93.3; with the tiles of one row
+# 32.9, 45.1 and 66.8, and 41.6, 66.5 and 100.2 (one H100, 2026-11-27).
+SEVERAL_SPLIT = SPLIT | {torch.bfloat16: SplitConfig(keys=32, warps=4, stages=2)}
 COMBINE = CombineConfig(width=32, warps=1)
 
 
-def splits_for(kv_heads: int, positions: int) -> int:
-    """Number of programs that share the positions of a key head: PROGRAMS for all key heads together, fewer if a program
-    would have fewer than MIN_SPLIT positions."""
-    return max(1, min(PROGRAMS // kv_heads, triton.cdiv(positions, MIN_SPLIT)))
+def splits_for(kv_heads: int, positions: int, programs: int) -> int:
+    """Number of programs that share the positions of a row and a key head: `programs` for all key heads together, fewer if a
+    program would have fewer than MIN_SPLIT positions."""
+    return max(1, min(programs // kv_heads, triton.cdiv(positions, MIN_SPLIT)))
 
 
 def attend_step(qkv: Tensor, heads: Heads, index: RowIndex, cache: KVCache) -> Tensor:
-    """See `reference.attend_step`; all tensors contiguous. The cost grows with the position, but not beyond the window, and
-    not with the pages of a session.
+    """See `reference.attend_step`; at most STEP_ROWS rows; all tensors contiguous. The cost grows with the position, but not
+    beyond the window, and not with the pages of a session. With several rows the result has zeros for padding.
 
     `index` and the table are read before the kernel ahead has ended, so no marked kernel may write them (rule R2 in
     `delegate/graphs/nodes.py`).
@@ -101,18 +112,20 @@ def _attend_step(
     table: Tensor,
     window: int,
 ) -> Tensor:
-    _, kv_heads, page_size, head_dim = keys.shape
+    rows, (kv_heads, page_size, head_dim) = qkv.shape[0], keys.shape[1:]
     rotary = cos.shape[1]
     group = heads // kv_heads
     capacity = table.shape[1] * page_size
-    splits = splits_for(kv_heads, min(capacity, window) if window else capacity)
-    split = SPLIT[keys.dtype]
-    sums = torch.empty((splits, heads, head_dim), dtype=torch.float32, device=qkv.device)
-    # For each sum: the peak of its scores, and the sum of its weights. After the peaks: the score of the token's own
-    # position.
-    scales = torch.empty((2, splits + 1, heads), dtype=torch.float32, device=qkv.device)
-    out = torch.empty((1, heads * head_dim), dtype=keys.dtype, device=qkv.device)
-    launcher(attend_split_early)[(kv_heads, splits + 1)](
+    # The most own positions of a row.
+    own, programs = (1, PROGRAMS) if is_one(rows) else (STEP_ROWS, SEVERAL_PROGRAMS)
+    split = (SPLIT if own == 1 else SEVERAL_SPLIT)[keys.dtype]
+    splits = splits_for(kv_heads, min(capacity, window) if window else capacity, programs)
+    sums = torch.empty((rows, splits, heads, head_dim), dtype=torch.float32, device=qkv.device)
+    # For each sum: the peak of its scores, and the sum of its weights. Between them: the scores of the own positions.
+    scales = torch.empty((rows, 2 * splits + own, heads), dtype=torch.float32, device=qkv.device)
+    out = torch.empty((rows, heads * head_dim), dtype=keys.dtype, device=qkv.device)
+    # As many programs for own positions as there are rows.
+    launcher(attend_split_early)[(kv_heads, splits + 1) if own == 1 else (kv_heads, rows, rows + splits)](
         qkv,
         # Without norms, any tensor stands in their places.
         cos if q_norm is None else q_norm,
@@ -142,12 +155,13 @@ def _attend_step(
         WINDOW=window,
         ROWS=max(8, triton.next_power_of_2(group)),
         KEYS=split.keys,
+        OWN=own,
         EARLY=starts_early(),
         num_warps=split.warps,
         num_stages=split.stages,
     )
     width = min(head_dim, COMBINE.width)
-    launcher(attend_combine_early)[(heads, head_dim // width)](
+    launcher(attend_combine_early)[(heads, head_dim // width, rows)](
         qkv,
         sums,
         scales,
@@ -164,6 +178,7 @@ def _attend_step(
         MIN_SPLIT=MIN_SPLIT,
         WINDOW=window,
         WIDTH=width,
+        OWN=own,
         EARLY=starts_early(),
         num_warps=COMBINE.warps,
     )
@@ -200,32 +215,53 @@ def attend_split_early(
     WINDOW: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
+    OWN: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Program (key head, split): attention of the key head's queries over one split of the earlier positions, not normalised.
 
-    The last program of a key head takes the token's own position instead: it writes key and value, and stores the score.
+    The last program of a key head takes the row's position instead: it writes key and value, and stores the score.
+
+    If OWN is not 1, there are several rows, and programs (key head, row, number). The first numbers, as many as there are
+    rows, take own positions: the row's, which is written, and those 1, 2, ... before it. Splits follow.
     """
     start_next(EARLY)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     SIZE: tl.constexpr = KV_HEADS * PAGE * D
     ALIGNED: tl.constexpr = STEP % KEYS == 0 and WINDOW == 0
     QUERY: tl.constexpr = 2 * D if GATED else D
+    WHOLE: tl.constexpr = HEADS * QUERY + 2 * KV_HEADS * D
     kv_head = tl.program_id(0)
-    split = tl.program_id(1)
+    token = tl.program_id(1) if OWN > 1 else 0
+    number = tl.program_id(2) if OWN > 1 else 0
+    rows = tl.num_programs(1) if OWN > 1 else 1
+    split = tl.where(number < rows, SPLITS, number - rows) if OWN > 1 else tl.program_id(1)
     row = tl.arange(0, ROWS)
     cell = tl.arange(0, D)[None, :]
     # Norms and angles are loaded once per row of queries, so that they are spread over the threads like the queries.
     every = tl.zeros([ROWS, D], tl.int32) + cell
-    slot = tl.load(slots)
+    slot = tl.load(slots + token)
     # Padding sees no earlier position.
-    position = tl.where(slot < 0, 0, tl.load(positions)).to(tl.int32)
+    position = tl.where(slot < 0, 0, tl.load(positions + token)).to(tl.int32)
     table += tl.maximum(slot, 0) * PAGES
     origin = first_seen(position, WINDOW, 1)
-    share = share_for(position - origin, SPLITS, STEP, MIN_SPLIT)
+    # Own positions are those from `limit` on.
+    limit = position
+    if OWN > 1:
+        each = tl.arange(0, OWN)
+        before = rows_before(tl.load(slots + each, mask=each < token, other=-1), slot)
+        limit = tl.maximum(position - before, origin)
+        qkv += tl.cast(token, tl.int64) * WHOLE
+        scales += token * ((2 * SPLITS + OWN) * HEADS)
+    share = share_for(limit - origin, SPLITS, STEP, MIN_SPLIT)
     first = origin + split * share
-    last = tl.minimum(first + share, position)
+    last = tl.minimum(first + share, limit)
     last = tl.where(split < SPLITS, last, first)
+    if OWN > 1:
+        # Programs of the rows themselves always wait (rule R1). Others with nothing to do end, and leave their room.
+        idle = (first >= last) & ((split < SPLITS) | (number > position - limit))
+        if idle:
+            return
     k_cache += kv_head * PAGE * D
     v_cache += kv_head * PAGE * D
     pages = pages_of(table, first, last, PAGE, KEYS, ALIGNED)
@@ -239,8 +275,8 @@ def attend_split_early(
     # Element i is rotated with the element that is ROTARY / 2 after or before it.
     other = tl.where(every < ROTARY // 2, every + ROTARY // 2, every - ROTARY // 2)
     norm, other_norm = norm_weights(q_norm, every, other, rotated, NORMED)
-    cosine = tl.load(cos + every, mask=rotated, other=1.0)
-    sine = tl.load(sin + every, mask=rotated, other=0.0)
+    cosine = tl.load(cos + token * ROTARY + every, mask=rotated, other=1.0)
+    sine = tl.load(sin + token * ROTARY + every, mask=rotated, other=0.0)
 
     wait_for_previous(EARLY)
     start = (kv_head * GROUP + row[:, None]) * QUERY
@@ -251,18 +287,26 @@ def attend_split_early(
     at = split * HEADS + kv_head * GROUP + row
     if split == SPLITS:
         norm_of_key, other_norm_of_key = norm_weights(k_norm, every, other, rotated, NORMED)
-        own = HEADS * QUERY + kv_head * D
+        own = HEADS * QUERY + kv_head * D - number * WHOLE
         key = tl.load(qkv + own + every)
         other_key = tl.load(qkv + own + other, mask=rotated, other=0.0)
         value = tl.load(qkv + own + KV_HEADS * D + every)
+        key_cosine = cosine
+        key_sine = sine
+        if OWN > 1:
+            key_cosine = tl.load(cos + (token - number) * ROTARY + every, mask=rotated, other=1.0)
+            key_sine = tl.load(sin + (token - number) * ROTARY + every, mask=rotated, other=0.0)
+            key_sine = tl.where(every < ROTARY // 2, -key_sine, key_sine)
         q = normed_and_rotated(query, other_query, norm, other_norm, cosine, sine, NORMED, EPS).to(keys.dtype)
-        k = normed_and_rotated(key, other_key, norm_of_key, other_norm_of_key, cosine, sine, NORMED, EPS).to(keys.dtype)
+        k = normed_and_rotated(key, other_key, norm_of_key, other_norm_of_key, key_cosine, key_sine, NORMED, EPS).to(
+            keys.dtype
+        )
         new = own_page * SIZE + position % PAGE * D + every
-        kept = ((row == 0) & (slot >= 0))[:, None]
+        kept = ((row == 0) & (slot >= 0) & (number == 0))[:, None]
         tl.store(k_cache + new, k, mask=kept)
         tl.store(v_cache + new, value.to(values.dtype), mask=kept)
         score = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * SCALE
-        tl.store(scales + at, score, mask=row < GROUP)
+        tl.store(scales + number * HEADS + at, score, mask=row < GROUP)
     if first < last:
         x = tl.trans(normed_and_rotated(query, other_query, norm, other_norm, cosine, sine, NORMED, EPS).to(keys.dtype))
         total = tl.zeros([D, ROWS], tl.float32)
@@ -279,9 +323,9 @@ def attend_split_early(
             # Pages are looked up one block ahead.
             pages = pages_of(table, begin + KEYS, last, PAGE, KEYS, ALIGNED)
             total, weight, peak = take(x, next_keys, next_values, begin, last, total, weight, peak, SCALE)
-        tl.store(sums + at[:, None] * D + cell, tl.trans(total), mask=real)
+        tl.store(sums + (token * (SPLITS * HEADS) + at)[:, None] * D + cell, tl.trans(total), mask=real)
         tl.store(scales + at, peak, mask=row < GROUP)
-        tl.store(scales + (SPLITS + 1) * HEADS + at, weight, mask=row < GROUP)
+        tl.store(scales + (SPLITS + OWN) * HEADS + at, weight, mask=row < GROUP)
 
 
 @triton.jit
@@ -302,36 +346,67 @@ def attend_combine_early(
     MIN_SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     WIDTH: tl.constexpr,
+    OWN: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Program (head, block of D): brings the sums of the splits and the new value to one peak, and applies the gate."""
+    """Program (head, block of D, row): brings the sums of the splits and the new value to one peak, and applies the gate.
+
+    If OWN is not 1, there are several rows: the values of a row's other own positions are added too.
+    """
     start_next(EARLY)
     QUERY: tl.constexpr = 2 * D if GATED else D
+    WHOLE: tl.constexpr = HEADS * QUERY + 2 * KV_HEADS * D
     head = tl.program_id(0)
     cell = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     split = tl.arange(0, PLACES)
-    position = tl.where(tl.load(slots) < 0, 0, tl.load(positions)).to(tl.int32)
+    token = tl.program_id(2) if OWN > 1 else 0
+    slot = tl.load(slots + token)
+    position = tl.where(slot < 0, 0, tl.load(positions + token)).to(tl.int32)
     earlier = position - first_seen(position, WINDOW, 1)
+    if OWN > 1:
+        back = tl.arange(0, OWN)
+        before = rows_before(tl.load(slots + back, mask=back < token, other=-1), slot)
+        others = (back > 0) & (back <= tl.minimum(before, earlier))
+        earlier -= before
+        qkv += tl.cast(token, tl.int64) * WHOLE
+        sums += token * (SPLITS * HEADS * D)
+        scales += token * ((2 * SPLITS + OWN) * HEADS)
+        out += token * (HEADS * D)
     used = split * share_for(earlier, SPLITS, STEP, MIN_SPLIT) < earlier
     at = split * HEADS + head
 
     wait_for_previous(EARLY)
     total = tl.load(sums + at[:, None] * D + cell[None, :], mask=used[:, None], other=0.0)
     peak = tl.load(scales + at, mask=used, other=float("-inf"))
-    weight = tl.load(scales + (SPLITS + 1) * HEADS + at, mask=used, other=0.0)
+    weight = tl.load(scales + (SPLITS + OWN) * HEADS + at, mask=used, other=0.0)
     score = tl.load(scales + SPLITS * HEADS + head)
-    value = tl.load(qkv + HEADS * QUERY + (KV_HEADS + head // (HEADS // KV_HEADS)) * D + cell)
+    of_value = qkv + HEADS * QUERY + (KV_HEADS + head // (HEADS // KV_HEADS)) * D + cell
+    value = tl.load(of_value)
     if GATED:
         gate = tl.load(qkv + head * QUERY + D + cell)
+    if OWN > 1:
+        other_scores = tl.load(scales + (SPLITS + back) * HEADS + head, mask=others, other=float("-inf"))
+        of_others = tl.load(of_value[None, :] - back[:, None] * WHOLE, mask=others[:, None], other=0.0)
 
     highest = tl.maximum(tl.max(peak, 0), score)
+    if OWN > 1:
+        highest = tl.maximum(highest, tl.max(other_scores, 0))
     factor = tl.exp2(peak - highest)
     own = tl.exp2(score - highest)
     # The value is rounded as the cache stores it.
     value = value.to(out.dtype.element_ty).to(tl.float32)
-    result = (tl.sum(total * factor[:, None], 0) + value * own) / (tl.sum(weight * factor, 0) + own)
+    result = tl.sum(total * factor[:, None], 0) + value * own
+    whole = tl.sum(weight * factor, 0) + own
+    if OWN > 1:
+        other_shares = tl.exp2(other_scores - highest)
+        of_others = of_others.to(out.dtype.element_ty).to(tl.float32)
+        result += tl.sum(of_others * other_shares[:, None], 0)
+        whole += tl.sum(other_shares, 0)
+    result = result / whole
     if GATED:
         result *= tl.sigmoid(gate.to(tl.float32))
+    if OWN > 1:
+        result = tl.where(slot >= 0, result, 0.0)
     tl.store(out + head * D + cell, result.to(out.dtype.element_ty))
 
 
@@ -353,3 +428,12 @@ def hold(x: tl.tensor, EARLY: tl.constexpr) -> tl.tensor:
 def share_for(tokens: tl.tensor, SPLITS: tl.constexpr, STEP: tl.constexpr, MIN_SPLIT: tl.constexpr) -> tl.tensor:
     """Positions of one split, enough for SPLITS splits to hold all tokens."""
     return tl.maximum(tl.cdiv(tokens, SPLITS * STEP) * STEP, MIN_SPLIT)
+
+
+@triton.jit
+def rows_before(ahead: tl.tensor, slot: tl.tensor) -> tl.tensor:
+    """Number of rows of a row's run before it; means nothing for padding. A slot has one run.
+
+    ahead: the slots of the rows ahead of it, -1 elsewhere.
+    """
+    return tl.sum((ahead == slot).to(tl.int32), 0)

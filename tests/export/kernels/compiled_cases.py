@@ -82,19 +82,23 @@ STEP_EXPERTS = partial(
     max_spilled_newer={("route_logits_early", "fp32"): 24},
 )
 
+# Attention's kernels of a step, for one row and for a few.
+STEP_ATTENTION = partial(
+    Group,
+    cases=((90, BF16, BF16), (90, BF16, F32), (90, F32, F32), (89, BF16, BF16)),
+    analysed=((89, BF16, BF16),),
+    written={"attend_split_early": ["k_cache scales sums v_cache"], "attend_combine_early": ["out"]},
+    complete=(89, 90),
+    max_spilled={("attend_split_early", "fp32"): 224},
+    max_spilled_newer={("attend_split_early", "fp32"): 304},
+)
+
 GROUPS = {
-    "attention_step": Group(
-        launches=partial(attention, rows=(1,)),
-        cases=((90, BF16, BF16), (90, BF16, F32), (90, F32, F32), (89, BF16, BF16)),
-        analysed=((89, BF16, BF16),),
-        written={"attend_split_early": ["k_cache scales sums v_cache"], "attend_combine_early": ["out"]},
-        complete=(89, 90),
-        max_spilled={("attend_split_early", "fp32"): 224},
-        max_spilled_newer={("attend_split_early", "fp32"): 304},
-    ),
+    "attention_step": STEP_ATTENTION(launches=partial(attention, rows=(1,))),
+    "attention_step_of_several": STEP_ATTENTION(launches=partial(attention, rows=(5,))),
     # Analysed alone, not compiled.
     "attention_rows": Group(
-        launches=partial(attention, rows=(8,)),
+        launches=partial(attention, rows=(15,)),
         cases=(),
         analysed=((89, BF16, BF16),),
         written={
@@ -105,14 +109,14 @@ GROUPS = {
         complete=(),
     ),
     "attention_step_plain": Group(
-        launches=partial(attention, rows=(1,), plain=True),
+        launches=partial(attention, rows=(1, 5), plain=True),
         cases=((90, BF16, BF16), (90, F32, F32)),
         analysed=((90, BF16, BF16),),
         written={"attend_split_early": ["k_cache scales sums v_cache"], "attend_combine_early": ["out"]},
         complete=(90,),
     ),
     "attention_rows_plain": Group(
-        launches=partial(attention, rows=(8,), plain=True),
+        launches=partial(attention, rows=(15,), plain=True),
         cases=((90, BF16, BF16),),
         analysed=((90, BF16, BF16),),
         written={
@@ -122,9 +126,9 @@ GROUPS = {
         },
         complete=(90,),
     ),
-    # A step, few rows, many rows, and a prompt.
+    # A step of one row and of several, few rows, many rows, and a prompt.
     "attention_window": Group(
-        launches=partial(attention, rows=(1, 8, 41, 523), plain=True, window=4096),
+        launches=partial(attention, rows=(1, 5, 15, 41, 523), plain=True, window=4096),
         cases=((90, BF16, BF16), (90, F32, F32), (89, BF16, BF16)),
         analysed=((90, BF16, BF16),),
         written={

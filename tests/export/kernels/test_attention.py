@@ -102,8 +102,25 @@ ODD_SHAPES: list[Shape] = [
     (4, 2, 256, 64),
     (40, 1, 16, 8),
 ]
-SPLIT_ROWS = [(rows_triton, "MIN_SPLIT", dict.fromkeys(rows_triton.MIN_SPLIT, 16))]
+# Heads of 32, 64, 128 and 256.
+FEW_SHAPES: list[Shape] = [(4, 2, 32, 16), (2, 1, 256, 64), (6, 2, 64, 64), (16, 1, 128, 32)]
+# Few rows take the kernels of several too.
+THREE_KERNELS = [(rows_triton, "STEP_ROWS", 0)]
+SPLIT_ROWS = [(rows_triton, "MIN_SPLIT", dict.fromkeys(rows_triton.MIN_SPLIT, 16)), *THREE_KERNELS]
 
+# Up to 8 rows.
+FEW_RUNS = {
+    **{name: MIXTURES[name] for name in ("single rows", "two rows", "padding behind", "only padding")},
+    "8 single rows": [Run(slot, first) for slot, first in enumerate((200, 0, 64, 1, 63, 16, 130, 5))],
+    **{
+        f"{length} from {first}": [Run(SLOT, first, length)]
+        for first, length in ((0, 2), (0, 8), (9, 3), (61, 8), (190, 5))
+    },
+    "runs and rows": [Run(3, 40, 3), Run(0, 0), Run(2, 64, 2), Run(4, 5), Run(1, 99)],
+    "padding first": [Run(-1, 0, 2), Run(1, 16, 5), Run(0, 70)],
+    "padding in the middle": [Run(0, 0, 2), Run(-1, 4, 2), Run(2, 130, 3), Run(-1, 9)],
+    "padding last": [Run(0, 33), Run(4, 2, 3), Run(-1, 7, 4)],
+}
 SPLIT_RUNS = {name: MIXTURES[name] for name in ("single rows", "padding between", "short runs", "only padding")} | {
     "behind many": [Run(0, 93, 5), Run(1, 5), Run(3, 70, 2)]
 }
@@ -114,7 +131,8 @@ FORMS = {
     "reference of a prompt": Form(reference.attend, PROMPTS | PADDED_PROMPTS, PROMPT_SHAPES[1:2], "cpu", slack=1.5),
     "step": Form(step_triton.attend_step, SINGLE_ROWS, STEP_SHAPES),
     "prompt": Form(prefill_triton.attend, PROMPTS | PADDED_PROMPTS, PROMPT_SHAPES),
-    "rows": Form(rows_triton.attend_step, MIXTURES, ROWS_SHAPES, finite=True),
+    "step of several": Form(step_triton.attend_step, FEW_RUNS, FEW_SHAPES, finite=True),
+    "rows": Form(rows_triton.attend_step, MIXTURES, ROWS_SHAPES, settings=THREE_KERNELS, finite=True),
     "rows in splits": Form(rows_triton.attend_step, SPLIT_RUNS, ROWS_SHAPES, settings=SPLIT_ROWS, finite=True),
     "C++": Form(None, DEEP_PROMPTS | LONG_MIXTURES | MIXTURES, ODD_SHAPES, "cpu"),
 }
@@ -225,6 +243,7 @@ ONE_OF_EACH = [
     ("reference of a prompt", [Run(SLOT, 30, 9)]),
     ("step", [Run(SLOT, 90)]),
     ("prompt", [Run(SLOT, 90, 5)]),
+    ("step of several", [Run(SLOT, 90, 5), Run(0, 33)]),
     ("rows", [Run(SLOT, 90, 5), Run(0, 33)]),
     ("rows in splits", [Run(SLOT, 90, 5), Run(0, 33)]),
     ("C++", [Run(SLOT, 90, 5), Run(0, 33)]),
@@ -313,3 +332,13 @@ def test_a_row_does_not_depend_on_other_sessions(attend_of: Callable[[str], Atte
         index = RowIndex(*(values[row : row + 1] for values in case.index))
         alone, _ = replace(case, qkv=case.qkv[row : row + 1], index=index).run(attend)
         assert relative_error(together[row : row + 1], alone) < 1e-6
+
+
+def test_a_row_has_the_same_bits_beside_others() -> None:
+    """A run of one row, by the kernels of a step: the number of rows, their runs and padding change nothing."""
+    spans = [Run(0, 300), Run(1, 40), Run(-1, 0), Run(5, 0, 4)]
+    case = make((4, 2, 64, 16), spans, F32)
+    together, _ = case.run(step_triton.attend_step)
+    fewer = replace(case, qkv=case.qkv[:2], index=RowIndex(*(values[:2] for values in case.index)))
+    alone, _ = fewer.run(step_triton.attend_step)
+    assert same_bits(together[:2], alone)

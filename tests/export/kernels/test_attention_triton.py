@@ -13,7 +13,7 @@ from ostinato.delegate.errors import ExportError
 from ostinato.export.kernels import launch
 from ostinato.export.kernels.attention import prefill_triton, reference, rows_triton, step_triton
 from ostinato.export.kernels.attention.limits import check_attention
-from ostinato.export.kernels.operands import MAX_ROWS, Norm
+from ostinato.export.kernels.operands import MAX_ROWS, STEP_ROWS, Norm
 
 from .attention_cases import EPS, TOLERANCE, Attend, check, make
 from .conftest import traced_layer
@@ -39,10 +39,22 @@ def test_full_cache(tokens: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("splits", "least"), [(1, 64), (2, 16), (3, 32), (16, 16)])
 def test_splits_of_a_step(splits: int, least: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Splits with several tiles, with one, with part of one, with nothing."""
-    monkeypatch.setattr(step_triton, "splits_for", lambda kv_heads, positions: splits)
+    monkeypatch.setattr(step_triton, "splits_for", lambda kv_heads, positions, programs: splits)
     monkeypatch.setattr(step_triton, "MIN_SPLIT", least)
     for position, window in ((0, None), (1, None), (16, 1), (17, None), (63, 2), (129, None), (300, None), (300, 90)):
         case = make(MAIN, [Run(SLOT, position)], dtype, page_size=32, capacity=301, window=window)
+        check(case, step_triton.attend_step)
+
+
+@each_dtype
+@pytest.mark.parametrize(("splits", "least"), [(1, 64), (2, 16), (3, 32), (16, 16)])
+def test_splits_of_several_rows(splits: int, least: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for rows beside each other, which have other numbers of splits. A run's splits end where it begins."""
+    monkeypatch.setattr(step_triton, "splits_for", lambda kv_heads, positions, programs: splits)
+    monkeypatch.setattr(step_triton, "MIN_SPLIT", least)
+    for position, window in ((0, None), (16, 1), (17, 2), (63, None), (129, 4), (296, None), (296, 90)):
+        runs = [Run(0, position // 2), Run(-1, 5), Run(SLOT, position, 5), Run(4, 290)]
+        case = make(MAIN, runs, dtype, page_size=32, capacity=301, window=window)
         check(case, step_triton.attend_step)
 
 
@@ -51,7 +63,7 @@ def test_splits_of_a_step(splits: int, least: int, dtype: torch.dtype, monkeypat
     [(2, 4096, 64), (2, 262144, 64), (8, 4096, 16), (3, 4096, 42), (2, 5, 1), (200, 64, 1)],
 )
 def test_number_of_splits_of_a_step(kv_heads: int, positions: int, splits: int) -> None:
-    assert step_triton.splits_for(kv_heads, positions) == splits
+    assert step_triton.splits_for(kv_heads, positions, 128) == splits
 
 
 @each_dtype
@@ -201,28 +213,26 @@ shapes = ((tokens, 768 if {normed} else 512), (64,), (tokens, 16))
 inputs = (*map(torch.zeros, shapes), torch.arange(tokens))
 """
 DYNAMIC = """
-rows = torch.export.Dim("T", min=2, max=255)
-dynamic = ({0: rows}, None, {0: rows}, {0: rows})
+rows = torch.export.Dim("T", min=2, max={most})
+dynamic = ({{0: rows}}, None, {{0: rows}}, {{0: rows}})
 """
 
 
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize(
-    ("module", "function", "operator"),
+    ("module", "function", "operators"),
     [
-        ("step_triton", "attend_step", "attend_step"),
-        ("prefill_triton", "attend", "attend"),
-        ("rows_triton", "attend_step", "attend_rows"),
+        ("step_triton", "attend_step", ("attend_step", "attend_step", None)),
+        ("prefill_triton", "attend", ("attend", "attend", "attend")),
+        ("rows_triton", "attend_step", ("attend_step", "attend_step", "attend_rows")),
     ],
 )
-def test_traced(module: str, function: str, operator: str, normed: bool) -> None:
-    """By one operator that writes the cache in place, for one row and, but for the step's, for any number."""
+def test_traced(module: str, function: str, operators: tuple[str | None, ...], normed: bool) -> None:
+    """By one operator that writes the cache in place, for one row, up to 8 and, but for the step's, any number."""
     # Norms and a window do not meet in the kernels' choices.
     window = None if normed else 100
-    one = LAYER.format(module=module, function=function, normed=normed, window=window, tokens=1)
-    # One row has kernels of its own.
-    expected = "attend_step" if module == "rows_triton" else operator
-    assert traced_layer(one) == ([f"ostinato.{expected}.default"], ["keys", "values"], [(1, 256)])
-    if module != "step_triton":
-        many = LAYER.format(module=module, function=function, normed=normed, window=window, tokens=130) + DYNAMIC
-        assert traced_layer(many) == ([f"ostinato.{operator}.default"], ["keys", "values"], [("R", 256)])
+    for operator, tokens, most in zip(operators, (1, 5, 130), (1, STEP_ROWS, 255), strict=True):
+        layer = LAYER.format(module=module, function=function, normed=normed, window=window, tokens=tokens)
+        code, rows = (layer, 1) if most == 1 else (layer + DYNAMIC.format(most=most), "R")
+        if operator is not None:
+            assert traced_layer(code) == ([f"ostinato.{operator}.default"], ["keys", "values"], [(rows, 256)])
