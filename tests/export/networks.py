@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,11 @@ import torch
 
 from ostinato.delegate.artifact.records import Growth, StateForm, StateKind
 from ostinato.export.formats.quantization import Quantization
+from ostinato.export.kernels import Kernels
+from ostinato.export.kernels.operands import PENDING_UPDATES
 from ostinato.export.layers.state import state_forms
 from ostinato.export.models import LanguageModel, ModelConfig, build_network, find_family, read_config
+from ostinato.export.models.methods import language_model_methods
 from ostinato.export.models.qwen3_5 import Qwen3_5Config
 from ostinato.export.weights.dummy import DummyWeights
 from ostinato.export.weights.stream import QuantizedWeights, materialise
@@ -93,6 +98,31 @@ def network_conversation(
     each call."""
     prefill = network_logits(network, tokens, 0, length)
     return [prefill, *(network_logits(network, tokens, at, at + 1, step) for at in range(length, length + steps))]
+
+
+class RowKernels(Kernels):
+    """The reference kernels, in a network whose prompts and rows use the folded links of a step, and whose recurrent states
+    have room for pending updates."""
+
+    folds_steps, folds_prompts, max_rows, pending_updates = True, True, (256,), PENDING_UPDATES
+
+
+@torch.no_grad()
+def rows_output(network: LanguageModel, output: str, runs: Sequence[tuple[int, int, Sequence[int]]]) -> torch.Tensor:
+    """Return an output of the method `rows` for the last row of each run. A run is (slot, first position, tokens); slot -1 is
+    padding."""
+    inputs = {
+        "tokens": [token for _, _, tokens in runs for token in tokens],
+        "input_pos": [max(first + row, -1) for _, first, tokens in runs for row in range(len(tokens))],
+        "slots": [slot for slot, _, tokens in runs for _ in tokens],
+    }
+    ends = itertools.accumulate(len(tokens) for _, _, tokens in runs)
+    inputs["logits_indices"] = [end - 1 for (slot, _, _), end in zip(runs, ends, strict=True) if slot >= 0]
+    device = next(network.buffers()).device
+    values = {name: torch.tensor(numbers, device=device) for name, numbers in inputs.items()}
+    for link in language_model_methods(network)["rows"].links:
+        link.run(values)
+    return values[output]
 
 
 def with_room(network: LanguageModel, slots: int = 1) -> LanguageModel:

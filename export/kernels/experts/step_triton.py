@@ -25,7 +25,8 @@ from ostinato.export.kernels.linear.step_triton import bits_of, tile_constants, 
 from ostinato.export.kernels.operands import ExpertWeights, Norm, Weight, unbiased
 
 from .limits import check_routing
-from .step_kernels_triton import experts_down_early, experts_gate_up_early
+from .step_down_triton import experts_down_early
+from .step_gate_up_triton import experts_gate_up_early
 from .step_route_triton import route_logits_early
 
 

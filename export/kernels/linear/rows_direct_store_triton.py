@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""What the direct products of few rows have in common: the order of operands, and the operations behind a product.
+"""Parts that the direct products of few rows have in common: the order of operands, and the operations behind a product.
 
 A program has all rows of its outputs, so the short convolution of a delta-net stands behind the product too. A row's inputs
 are its own product and those of TAPS - 1 tokens before it: of rows before it in its run, else of the slot's state. `slot` is

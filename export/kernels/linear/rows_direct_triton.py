@@ -110,52 +110,51 @@ class DirectProduct:
         heads: int = 0,
     ) -> Tensor:
         """x [R, K] in bfloat16 -> [R, outputs] in `out_dtype`."""
-        rows, k, floats = x.shape[0], x.shape[1], self.weight.format is None
-        prepared: tuple[Tensor, ...] = (x,)
-        if floats and (norm is not None or heads > 0):
-            prepared = (torch.empty_like(x),)
-        elif not floats:
-            planes = torch.empty((rows, 2, k), dtype=torch.int8, device=x.device)
-            prepared = planes, torch.empty((rows, k // BLOCK.value), dtype=torch.float32, device=x.device)
-        if prepared[0] is not x:
-            self._prepare(x, norm, squares, eps, heads, prepared)
-        return self._multiplied(prepared, torch.empty((rows, self.outputs), dtype=out_dtype, device=x.device))
+        if self.floats and norm is None and heads == 0:
+            prepared: tuple[Tensor, ...] = (x,)
+        else:
+            prepared = self._prepared(x, norm, squares, eps, heads)
+        return self._multiplied(prepared, torch.empty((x.shape[0], self.outputs), dtype=out_dtype, device=x.device))
+
+    @property
+    def floats(self) -> bool:
+        return self.weight.format is None
 
     @property
     def outputs(self) -> int:
         return self.weight.rows // 2 if self.swiglu else self.weight.rows
 
-    def _prepare(
-        self,
-        x: Tensor,
-        norm: Tensor | None,
-        squares: Tensor | None,
-        eps: float,
-        heads: int,
-        prepared: tuple[Tensor, ...],
-    ) -> None:
+    def _prepared(
+        self, x: Tensor, norm: Tensor | None, squares: Tensor | None, eps: float, heads: int
+    ) -> tuple[Tensor, ...]:
+        """Normed or divided rows as the product reads them, in x's dtype or in fixed point. Also writes `gated`."""
         rows, k = x.shape[0], x.shape[1]
+        if self.floats:
+            prepared: tuple[Tensor, ...] = (torch.empty_like(x),)
+        else:
+            planes = torch.empty((rows, 2, k), dtype=torch.int8, device=x.device)
+            prepared = planes, torch.empty((rows, k // BLOCK.value), dtype=torch.float32, device=x.device)
         gates = 0 if self.gates is None else self.gates.shape[0]
         # `store_gates` has up to eight warps.
         warps = min(8 if gates else 16, max(4, triton.next_power_of_2(k // 256)))
-        floats = len(prepared) == 1
         launcher(prepare_direct_rows_early)[(rows * (1 + triton.cdiv(gates, GATE_ROWS)),)](
             *pointers(x, norm, squares, self.gates, self.gated),
             # What is not written is any tensor.
-            *((*prepared, x, x) if floats else (x, *prepared)),
+            *((*prepared, x, x) if self.floats else (x, *prepared)),
             rows,
             EPS=eps,
             K=k,
             NORM=norm is not None,
             HEADS=heads,
             PARTS=0 if squares is None else squares.shape[1],
-            FLOATS=floats,
+            FLOATS=self.floats,
             GATES=gates,
             GATE_ROWS=GATE_ROWS,
             WARPS=warps,
             EARLY=starts_early(),
             num_warps=warps,
         )
+        return prepared
 
     def _multiplied(self, prepared: tuple[Tensor, ...], out: Tensor) -> Tensor:
         weight, k, rows = self.weight, self.weight.columns, out.shape[0]
@@ -171,7 +170,7 @@ class DirectProduct:
             "TAPS": 0 if conv is None else conv.shape[2],
             "EARLY": starts_early(),
         }
-        if weight.format is None:
+        if self.floats:
             tile, warps = 16, MAX_WARPS if k > 1024 else MAX_WARPS // 2
             launcher(direct_floats_rows_early)[(self._programs(tile),)](
                 *pointers(prepared[0], weight.values, *optional),

@@ -366,8 +366,8 @@ class _FusedProduct:
         prepared: tuple[Tensor, ...]
         if self.fixed:
             prepared = empty(padded, 2, k, dtype=torch.int8), empty(padded, width)
-            prepare["FIXED"] = True
-            launcher(prepare_rows_early)[(rows,)](*pointers(x, norm, squares, normed, counters), *prepared, **prepare)
+            operands = pointers(x, norm, squares, normed, counters)
+            launcher(prepare_rows_early)[(rows,)](*operands, *prepared, FIXED=True, **prepare)
         else:
             inputs = empty(padded, width * 128, dtype=torch.bfloat16)
             sums = None if self.weight.minimum is None else empty(padded, width * 4)

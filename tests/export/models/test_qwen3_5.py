@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,13 +13,10 @@ from transformers import Qwen3_5ForConditionalGeneration
 from transformers.models.qwen3_5 import Qwen3_5Config
 
 from ostinato.delegate.artifact.records import StateKind
-from ostinato.export.kernels import Kernels
-from ostinato.export.kernels.operands import PENDING_UPDATES
 from ostinato.export.layers.state import state_of_kind
-from ostinato.export.models import LanguageModel
 from ostinato.export.models.methods import language_model_methods
 
-from ..networks import network_conversation, network_logits
+from ..networks import RowKernels, network_conversation, network_logits, rows_output
 from ..references import (
     BASE,
     CASES,
@@ -109,32 +105,6 @@ def test_hidden_states(reference: Get, case: str, on_host: int) -> None:
     check(found, [whole.logits[0], *(states[0] for states in whole.hidden_states)], case)
 
 
-class RowKernels(Kernels):
-    """The reference kernels, in a network whose prompts and rows use the folded links of a step, and whose recurrent states
-    have room for pending updates."""
-
-    folds_steps, folds_prompts, max_rows, pending_updates = True, True, (256,), PENDING_UPDATES
-
-
-@torch.no_grad()
-def call(model: LanguageModel, output: str, runs: Sequence[tuple[int, int, Sequence[int]]]) -> Tensor:
-    """Return an output of the method `rows` for the last row of each run. A run is (slot, first position, tokens); slot -1 is
-    padding."""
-    values = {
-        "tokens": torch.tensor([token for _, _, tokens in runs for token in tokens]),
-        "input_pos": torch.tensor([max(first + row, -1) for _, first, tokens in runs for row in range(len(tokens))]),
-        "slots": torch.tensor([slot for slot, _, tokens in runs for _ in tokens]),
-    }
-    ends = itertools.accumulate(len(tokens) for _, _, tokens in runs)
-    values["logits_indices"] = torch.tensor(
-        [end - 1 for (slot, _, _), end in zip(runs, ends, strict=True) if slot >= 0]
-    )
-    chain = language_model_methods(model)["rows"]
-    for link in chain.links:
-        link.run(values)
-    return values[output]
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_rows_of_several_sessions(reference: Get, case: str) -> None:
     """One call takes prompts, parts of prompts and single tokens, in any order. Later calls take the tokens that the device
@@ -152,18 +122,18 @@ def test_rows_of_several_sessions(reference: Get, case: str) -> None:
             (slot, seen[slot], prompts[slot][seen[slot] : seen[slot] + count]) for slot, count in counts.items()
         ]
         runs.insert(1, (-1, 3, (5, 6)))
-        found = call(model, "logits", runs)
+        found = rows_output(model, "logits", runs)
         seen |= {slot: seen[slot] + count for slot, count in counts.items()}
         check([*found], torch.stack([expected[slot][seen[slot] - 1] for slot in counts]), f"{case}, {counts} tokens")
     # Nothing was written to the state of the fourth session.
     assert all(tensor[3].isnan().all() for tensor in state)
     answers = {slot: prompts[slot][: seen[slot] + 1] for slot in prompts}
-    sampled = call(model, "token", [(slot, seen[slot], tokens[-1:]) for slot, tokens in answers.items()])
+    sampled = rows_output(model, "token", [(slot, seen[slot], tokens[-1:]) for slot, tokens in answers.items()])
     for _ in range(3):
         for tokens, token in zip(answers.values(), sampled.tolist(), strict=True):
             assert token == ref.logits(torch.tensor([tokens]))[-1].argmax()
             tokens.append(token)
-        sampled = call(model, "token", [*((slot, -1, [-1]) for slot in answers), (-1, -1, [-1])])
+        sampled = rows_output(model, "token", [*((slot, -1, [-1]) for slot in answers), (-1, -1, [-1])])
 
 
 def test_text_model_of_a_multimodal_dense_checkpoint(tmp_path: Path) -> None:
