@@ -24,7 +24,6 @@ from ostinato.delegate.artifact.names import (
     SAMPLE,
 )
 from ostinato.export.compile.trace import Chain, Link
-from ostinato.export.formats.int4 import Int4
 from ostinato.export.layers.host_experts import STREAMED
 from ostinato.export.layers.linear import Linear
 
@@ -61,8 +60,8 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
       norm's is the code of `rows`, whose links hand on x anyway.
     - `few_rows`: `rows` for up to 16 rows, where there are kernels of their own for few rows.
     - `step_rows`: `rows` for up to 8 rows, where `few_rows` is: the kernels of `decode` compute attention and experts.
-    - `four_rows`: `rows` for up to 4 rows, where `few_rows` is and linear layers have int4 weights in groups of 128: these
-      have kernels of their own for so few rows.
+    - `four_rows`: `rows` for up to 4 rows, where `few_rows` is and linear layers have integer weights: these have kernels of
+      their own for so few rows.
     - `many_rows`: `rows` for 257 to 512 rows, where `few_rows` is. Weights are multiplied as `prefill` does.
     - `rows_streamed(..., streamed [1] int64)`, only with experts on the host, in place of `many_rows`: the device computes
       experts as in `prefill_streamed`.
@@ -87,7 +86,7 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
         methods[PREFILL_STREAMED] = _with_streamed(Chain(streamed, prompt, ("logits",), dynamic))
     least = 2
     for max_rows, name in zip(kernels.max_rows, ROWS_METHODS if len(kernels.max_rows) > 1 else (ROWS,), strict=False):
-        if name == FOUR_ROWS and not _has_int4_in_128(network):
+        if name == FOUR_ROWS and not _has_integers(network):
             continue
         # If prompts and rows share code, they share the dimension too, and the code is compiled once.
         rows = length if folds else Dim("R", min=least if name == MANY_ROWS else 2, max=max_rows)
@@ -113,10 +112,10 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
     }
 
 
-def _has_int4_in_128(network: LanguageModel) -> bool:
-    """Whether linear layers have int4 weights in groups of 128."""
-    weights = [weight for module in network.modules() if isinstance(module, Linear) for weight in module.operands]
-    return any(isinstance(weight.format, Int4) and weight.group_size == 128 for weight in weights)
+def _has_integers(network: LanguageModel) -> bool:
+    """Whether linear layers have integer weights."""
+    linear = [module for module in network.modules() if isinstance(module, Linear)]
+    return any(weight.format is not None for module in linear for weight in module.operands)
 
 
 def _rows(network: LanguageModel, layers: list[Link], rows: Any) -> Chain:

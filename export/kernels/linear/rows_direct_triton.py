@@ -6,6 +6,7 @@ has the product, and behind it SwiGLU, a residual or the convolution. Rows that 
 
     weights                     rows at most   kernel
     int4 in groups of 128       FOUR_ROWS      rows_direct_int4_triton, in fixed point
+    other integers              STEP_ROWS      rows_direct_integers_triton, in fixed point
     bfloat16                    FEW_ROWS       rows_direct_floats_triton
 """
 
@@ -24,12 +25,16 @@ from ostinato.export.kernels.launch import at_most, launcher, pointers, starts_e
 from ostinato.export.kernels.operands import FEW_ROWS, FOUR_ROWS, STEP_ROWS, Convolution, Norm, RowIndex, Weight
 
 from .rows_direct_floats_triton import direct_floats_rows_early
-from .rows_direct_int4_triton import COLUMNS, STRETCH, direct_rows_early
-from .rows_prepare_triton import prepare_rows_early
-from .rows_tiles_triton import BLOCK
+from .rows_direct_int4_triton import STRETCH, direct_rows_early
+from .rows_direct_integers_triton import direct_integers_rows_early, store_operand
+from .rows_prepare_triton import prepared_blocks, signed_bytes, store_planes
+from .rows_tiles_triton import BLOCK, nibble_order
 from .step_kernels_triton import store_gates
+from .step_triton import bits_of
 
 MAX_WARPS = 8
+# Weight rows of a program, the fewest that tensor cores take on the left.
+TILE = 16
 # Rows of gates per program.
 GATE_ROWS = 4
 # Most weight rows. More are more programs than a GPU has room for at once: for 2 rows 248,320 x 2,048 takes 124 us, and in
@@ -37,17 +42,27 @@ GATE_ROWS = 4
 MOST_ROWS = 32768
 # Turns of bfloat16 weights that a warp loads ahead.
 AHEAD = 8
+# Products with other integers have at most MOST_TURNS turns under way, and fewer unless all programs have room at once.
+MOST_TURNS, H100_REGISTERS = 8, 132 * 65536
+# Blocks of a row that a program prepares where there is no norm.
+PREPARED_BLOCKS = 16
 
 
 def takes_direct(x: Tensor, weight: Weight) -> bool:
     """Whether the kernels take rows x [R, K] and a weight [N, K]."""
     form, k, size = weight.format, weight.columns, STRETCH.value * BLOCK.value
-    if x.dtype != torch.bfloat16 or weight.rows > MOST_ROWS:
+    if x.dtype != torch.bfloat16 or weight.rows > MOST_ROWS or k % BLOCK.value:
         return False
     if form is None:
-        return weight.values.dtype == torch.bfloat16 and k % BLOCK.value == 0 and at_most(x.shape[0], FEW_ROWS)
-    int4 = isinstance(form, Int4) and form.group_size == BLOCK.value and k % size == 0 and k <= MAX_WARPS * size
-    return int4 and at_most(x.shape[0], FOUR_ROWS)
+        return weight.values.dtype == torch.bfloat16 and at_most(x.shape[0], FEW_ROWS)
+    if in_fixed_point(weight):
+        return k % size == 0 and k <= MAX_WARPS * size and at_most(x.shape[0], FOUR_ROWS)
+    return at_most(x.shape[0], STEP_ROWS)
+
+
+def in_fixed_point(weight: Weight) -> bool:
+    """Whether more rows in bfloat16 than `takes_direct` are multiplied by an integer weight in fixed point, too."""
+    return isinstance(weight.format, Int4) and weight.group_size == 128 and weight.columns % 256 == 0
 
 
 def norm_linear_conv(
@@ -57,9 +72,8 @@ def norm_linear_conv(
 
     Positions, slots and the state are read before the kernel ahead has ended (rule R2 in `delegate/graphs/nodes.py`).
     """
-    values, scale, _, bias, form = weight.arguments
     of_conv = conv.weight, conv.state, index.positions, index.slots
-    return _norm_linear_conv(x, norm.weight, norm.eps, values, scale, bias, form, gates, *of_conv)
+    return _norm_linear_conv(x, norm.weight, norm.eps, *weight.arguments, gates, *of_conv)
 
 
 @torch.library.triton_op("ostinato::rows_norm_linear_conv", mutates_args={"conv_state"})
@@ -69,6 +83,7 @@ def _norm_linear_conv(
     eps: float,
     values: Tensor,
     scale: Tensor | None,
+    minimum: Tensor | None,
     bias: Tensor | None,
     form: str,
     gates: Tensor,
@@ -77,11 +92,45 @@ def _norm_linear_conv(
     positions: Tensor,
     slots: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    weight = Weight.of(values, scale, None, bias, form)
+    weight = Weight.of(values, scale, minimum, bias, form)
     gated = torch.empty((x.shape[0], gates.shape[0]), dtype=torch.float32, device=x.device)
     convolution = conv_weight, conv_state, positions, slots
     product = DirectProduct(weight, gates=gates, gated=gated, convolution=convolution)
     return product.of(x, x.dtype, norm=norm, eps=eps), gated
+
+
+@dataclass(frozen=True)
+class IntegersConfig:
+    """Configuration of a product with integer weights: how many warps divide K, and how many turns are under way.
+
+    Microseconds of products in int4 g32 with what was chosen, for up to 4 and up to 8 rows (one H100, 2026-11-27); in
+    parentheses those of `rows_grouped_triton`, whose first kernel takes 9, not 2, of the third:
+
+        4,096 x 4,096, residual    4 warps, all 8 turns    4.0, 4.3 (11.9, 15.6)
+        28,672 x 4,096, SwiGLU     4 warps, 2 or 1 turn    28, 31   (38, 40)
+        4,096 x 14,336, residual   8 warps, 3 or 2 turns   16, 19   (18, 19)
+    """
+
+    warps: int
+    ahead: int
+
+    @classmethod
+    def of(cls, weight: Weight, columns: int, programs: int) -> IntegersConfig:
+        blocks, bits = weight.columns // BLOCK.value, bits_of(weight)
+        warps = MAX_WARPS // 2
+        turns = triton.cdiv(blocks, warps)
+        # A lane's registers with all turns under way: words, scales and minima.
+        registers = 60 + turns * (2 * bits + (4 if weight.minimum is None else 8))
+        if turns <= MOST_TURNS and programs * 32 * warps * registers <= H100_REGISTERS:
+            return cls(warps, turns)
+        if turns > MOST_TURNS:
+            return cls(MAX_WARPS, 3 if columns == FOUR_ROWS else 2)
+        return cls(warps, 2 if columns == FOUR_ROWS or bits == 8 else 1)
+
+
+def columns_for(rows: int | torch.SymInt) -> int:
+    """Rows of a product in fixed point: FOUR_ROWS if there are never more, else STEP_ROWS."""
+    return FOUR_ROWS if at_most(rows, FOUR_ROWS) else STEP_ROWS
 
 
 @dataclass(frozen=True)
@@ -124,20 +173,31 @@ class DirectProduct:
     def outputs(self) -> int:
         return self.weight.rows // 2 if self.swiglu else self.weight.rows
 
+    @property
+    def _stretches(self) -> bool:
+        """Whether it is the product of int4 weights in groups of 128, whose warps have stretches of K."""
+        return in_fixed_point(self.weight)
+
     def _prepared(
         self, x: Tensor, norm: Tensor | None, squares: Tensor | None, eps: float, heads: int
     ) -> tuple[Tensor, ...]:
         """Normed or divided rows as the product reads them, in x's dtype or in fixed point. Also writes `gated`."""
         rows, k = x.shape[0], x.shape[1]
+        blocks, columns = k // BLOCK.value, columns_for(rows)
         if self.floats:
             prepared: tuple[Tensor, ...] = (torch.empty_like(x),)
         else:
-            planes = torch.empty((rows, 2, k), dtype=torch.int8, device=x.device)
-            prepared = planes, torch.empty((rows, k // BLOCK.value), dtype=torch.float32, device=x.device)
+            planes = (rows, 2, k) if self._stretches else (blocks, 2 * columns, BLOCK.value)
+            factors = (rows, blocks) if self._stretches else (blocks, columns)
+            prepared = x.new_empty(planes, dtype=torch.int8), x.new_empty(factors, dtype=torch.float32)
         gates = 0 if self.gates is None else self.gates.shape[0]
+        at_once = triton.next_power_of_2(blocks)
+        if norm is None:
+            at_once = min(at_once, PREPARED_BLOCKS)
         # `store_gates` has up to eight warps.
-        warps = min(8 if gates else 16, max(4, triton.next_power_of_2(k // 256)))
-        launcher(prepare_direct_rows_early)[(rows * (1 + triton.cdiv(gates, GATE_ROWS)),)](
+        warps = min(8 if gates else 16, max(4, at_once // 2))
+        grid = rows * (1 + triton.cdiv(gates, GATE_ROWS)), triton.cdiv(blocks, at_once)
+        launcher(prepare_direct_rows_early)[grid](
             *pointers(x, norm, squares, self.gates, self.gated),
             # What is not written is any tensor.
             *((*prepared, x, x) if self.floats else (x, *prepared)),
@@ -148,6 +208,9 @@ class DirectProduct:
             HEADS=heads,
             PARTS=0 if squares is None else squares.shape[1],
             FLOATS=self.floats,
+            STRETCHES=self._stretches,
+            COLUMNS=columns,
+            BLOCKS=at_once,
             GATES=gates,
             GATE_ROWS=GATE_ROWS,
             WARPS=warps,
@@ -171,7 +234,7 @@ class DirectProduct:
             "EARLY": starts_early(),
         }
         if self.floats:
-            tile, warps = 16, MAX_WARPS if k > 1024 else MAX_WARPS // 2
+            tile, warps = TILE, MAX_WARPS if k > 1024 else MAX_WARPS // 2
             launcher(direct_floats_rows_early)[(self._programs(tile),)](
                 *pointers(prepared[0], weight.values, *optional),
                 out,
@@ -183,8 +246,27 @@ class DirectProduct:
                 num_warps=warps,
                 **constants,
             )
+        elif not self._stretches:
+            config = IntegersConfig.of(weight, columns_for(rows), self._programs(TILE))
+            launcher(direct_integers_rows_early)[(self._programs(TILE),)](
+                *pointers(*prepared, weight.values, weight.scale, weight.minimum, *optional),
+                out,
+                rows,
+                GROUP=weight.group_size,
+                BITS=bits_of(weight),
+                MINIMUM=weight.minimum is not None,
+                ROWS=TILE,
+                COLUMNS=columns_for(rows),
+                WARPS=config.warps,
+                AHEAD=config.ahead,
+                num_warps=config.warps,
+                **constants,
+            )
         else:
-            tile, warps = 32 if self.outputs > 4096 else 16, triton.next_power_of_2(k // (STRETCH.value * BLOCK.value))
+            tile, warps = (
+                2 * TILE if self.outputs > 4096 else TILE,
+                triton.next_power_of_2(k // (STRETCH.value * BLOCK.value)),
+            )
             launcher(direct_rows_early)[(self._programs(tile),)](
                 *pointers(*prepared, weight.values, weight.scale, *optional),
                 out,
@@ -217,17 +299,23 @@ def prepare_direct_rows_early(
     HEADS: tl.constexpr,
     PARTS: tl.constexpr,
     FLOATS: tl.constexpr,
+    STRETCHES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     GATES: tl.constexpr,
     GATE_ROWS: tl.constexpr,
     WARPS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """`prepare_rows_early`: with FLOATS rows in x's dtype, else in fixed point. Behind its programs are others, each of which
-    multiplies one normed row with GATE_ROWS rows of gates [GATES, K]."""
+    """Norm or divide BLOCKS blocks of a row. With FLOATS a row stays in x's dtype, else it is converted to fixed point: with
+    STRETCHES as `prepare_rows_early` does, else as operands (`store_operand`).
+
+    Behind these programs are others, each of which multiplies one normed row with GATE_ROWS rows of gates [GATES, K].
+    """
+    start_next(EARLY)
     if GATES > 0:
         rows = tl.cast(rows, tl.int32)
         if tl.program_id(0) >= rows:
-            start_next(EARLY)
             of_row = tl.program_id(0) % rows
             gate = (tl.program_id(0) // rows - 1) * GATE_ROWS
             store_gates(
@@ -235,7 +323,19 @@ def prepare_direct_rows_early(
                 256 * WARPS, 8, EARLY,
             )  # fmt: skip
             return
-    prepare_rows_early(
-        x_ptr, norm_ptr, squares_ptr, normed_ptr, x_ptr, planes_ptr, factors_ptr, EPS, K, NORM, HEADS, PARTS, FLOATS,
-        not FLOATS, COLUMNS, 0, EARLY,
-    )  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    within = tl.arange(0, BLOCK)
+    order = nibble_order(within) if STRETCHES else within
+    x = prepared_blocks(x_ptr, norm_ptr, squares_ptr, row, block, order, EPS, K, NORM, HEADS, PARTS, EARLY)
+    inside = (block < K // BLOCK)[:, None]
+    if FLOATS:
+        at = normed_ptr + row * K + block[:, None] * BLOCK + within[None, :]
+        tl.store(at, x.to(normed_ptr.dtype.element_ty), mask=inside)
+    elif STRETCHES:
+        store_planes(planes_ptr, factors_ptr, x, row, block, K)
+    else:
+        upper, lower, scale = signed_bytes(x)
+        store_operand(planes_ptr, upper, block, row, K, COLUMNS)
+        store_operand(planes_ptr, lower, block, COLUMNS + row, K, COLUMNS)
+        tl.store(factors_ptr + block * COLUMNS + row, scale / 16, mask=block < K // BLOCK)

@@ -34,7 +34,6 @@ def prepare_rows_early(
     HEADS: tl.constexpr,
     PARTS: tl.constexpr,
     NORMED: tl.constexpr,
-    FIXED: tl.constexpr,
     COLUMNS: tl.constexpr,
     COUNTERS: tl.constexpr,
     EARLY: tl.constexpr,
@@ -46,19 +45,46 @@ def prepare_rows_early(
         HEADS: number of heads of a row, which are divided by their root mean squares; 0: x has no heads.
         PARTS: number of parts of a head's sum of squares.
         NORMED: whether normed [R, K] is written: the normed or divided rows in x's dtype and order.
-        FIXED: whether planes and factors are written.
         COUNTERS: number of counters that are set to zero for each COLUMNS rows.
     """
     start_next(EARLY)
     BLOCKS: tl.constexpr = K // BLOCK
-    PADDED: tl.constexpr = triton.next_power_of_2(BLOCKS)
     row = tl.program_id(0).to(tl.int64)
-    block = tl.arange(0, PADDED)
-    within = tl.arange(0, BLOCK)
-    offsets = block[:, None] * BLOCK + within[None, :]
-    # Bytes 0 to 31 of a block's weights hold its first span of 64 elements, the other bytes its second span. The first half
-    # of a span is in low nibbles, the second half in high nibbles.
-    element = block[:, None] * BLOCK + nibble_order(within)[None, :]
+    block = tl.arange(0, triton.next_power_of_2(BLOCKS))
+    order = nibble_order(tl.arange(0, BLOCK))
+    x = prepared_blocks(x_ptr, norm_ptr, squares_ptr, row, block, order, EPS, K, NORM, HEADS, PARTS, EARLY)
+    store_planes(planes_ptr, factors_ptr, x, row, block, K)
+    if NORMED:
+        element = block[:, None] * BLOCK + order[None, :]
+        tl.store(normed_ptr + row * K + element, x.to(normed_ptr.dtype.element_ty), mask=element < K)
+    if COUNTERS > 0 and row % COLUMNS == 0:
+        counter = tl.arange(0, triton.next_power_of_2(COUNTERS))
+        zeros = tl.zeros([triton.next_power_of_2(COUNTERS)], tl.int32)
+        tl.store(counters_ptr + row // COLUMNS * COUNTERS + counter, zeros, mask=counter < COUNTERS)
+
+
+@triton.jit
+def prepared_blocks(
+    x_ptr,
+    norm_ptr,
+    squares_ptr,
+    row,
+    block,
+    order,
+    EPS: tl.constexpr,
+    K: tl.constexpr,
+    NORM: tl.constexpr,
+    HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Wait, then load blocks [BLOCKS] of a row and norm or divide them: [BLOCKS, 128] float32, zeros behind the last.
+
+    Args:
+        block: with NORM all blocks of the row.
+        order: the elements of a block [128], in the order of the result.
+    """
+    element = block[:, None] * BLOCK + order[None, :]
     inside = element < K
     if NORM:
         factor = tl.load(norm_ptr + element, mask=inside, other=0.0)
@@ -69,20 +95,20 @@ def prepare_rows_early(
         x = x * factor * tl.rsqrt(mean + EPS)
     if HEADS > 0:
         x = x * head_factors(
-            squares_ptr + row * (HEADS * PARTS), block, element, inside, EPS, K // HEADS, PARTS, PADDED
+            squares_ptr + row * (HEADS * PARTS), block, element, inside, EPS, K // HEADS, PARTS, block.shape[0]
         )
-    if FIXED:
-        upper, lower, scale = signed_bytes(x)
-        planes = planes_ptr + row * (2 * K) + offsets
-        tl.store(planes, upper, mask=inside)
-        tl.store(planes + K, lower, mask=inside)
-        tl.store(factors_ptr + row * BLOCKS + block, scale / 16, mask=block < BLOCKS)
-    if NORMED:
-        tl.store(normed_ptr + row * K + element, x.to(normed_ptr.dtype.element_ty), mask=inside)
-    if COUNTERS > 0 and row % COLUMNS == 0:
-        counter = tl.arange(0, triton.next_power_of_2(COUNTERS))
-        zeros = tl.zeros([triton.next_power_of_2(COUNTERS)], tl.int32)
-        tl.store(counters_ptr + row // COLUMNS * COUNTERS + counter, zeros, mask=counter < COUNTERS)
+    return x
+
+
+@triton.jit
+def store_planes(planes_ptr, factors_ptr, x, row, block, K: tl.constexpr):
+    """Store blocks [BLOCKS, 128] of a row in fixed point, in their order: planes [R, 2, K] and factors [R, K / 128]."""
+    upper, lower, scale = signed_bytes(x)
+    inside = (block < K // BLOCK)[:, None]
+    planes = planes_ptr + row * (2 * K) + block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    tl.store(planes, upper, mask=inside)
+    tl.store(planes + K, lower, mask=inside)
+    tl.store(factors_ptr + row * (K // BLOCK) + block, scale / 16, mask=block < K // BLOCK)
 
 
 @triton.jit

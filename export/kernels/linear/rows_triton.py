@@ -2,15 +2,16 @@
 
 Bfloat16 rows and int4 weights in groups of 128, with K a multiple of 256, are multiplied in *fixed point*, by two kernels.
 One writes the rows in the form that the product reads, normed if there is a norm. The other computes the product and the
-operations behind it. Up to FOUR_ROWS rows have a product of another kind (`rows_direct_triton`).
+operations behind it. Up to FOUR_ROWS rows have a product of another kind (`rows_direct_triton`), and so have up to STEP_ROWS
+rows with all other integers if K is a multiple of 128.
 
 On an H200, 2026-11-23, in microseconds for 2, 8, 16, 32 and 64 rows: 12,288 x 2,048 takes 7.9, 8.0, 8.4, 12.9 and 15.5; with
 products in bfloat16 11.3, 11.6, 12.3, 15.9 and 16.4; dequantised for torch's product 30. 248,320 x 2,048 takes 76, 78, 79,
 110 and 202. The error before rounding is 5e-5 of the largest output; with products in bfloat16 it is 1.6e-3.
 
-Bfloat16 rows and all other integer weights with K a multiple of 64 are multiplied in bfloat16, by two kernels of the same
-kind (`rows_grouped_triton`). Fixed point would have to make floats of integers for each group, four times as often in groups
-of 32, and for both planes of a row.
+More bfloat16 rows and all other integer weights with K a multiple of 64 are multiplied in bfloat16, by two kernels of the
+same kind (`rows_grouped_triton`). Fixed point would have to make floats of integers for each group, four times as often in
+groups of 32, and for both planes of a row.
 
 What is left, float32 and odd K, has one plain kernel. Weights in a floating dtype use torch's product, and so do all weights
 for more than SOME_ROWS rows, as for a prompt (`prefill_triton`). Then the norm and the operations behind the product are left
@@ -27,7 +28,6 @@ import triton
 from torch import Tensor
 
 from ostinato.delegate.errors import ExportError
-from ostinato.export.formats.int4 import Int4
 from ostinato.export.kernels.delta_rule.rows_conv_triton import conv_rows
 from ostinato.export.kernels.launch import (
     LARGE,
@@ -44,7 +44,7 @@ from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, Row
 
 from . import prefill_triton, rows_direct_triton, step_triton
 from .limits import check_weight
-from .rows_direct_triton import DirectProduct, takes_direct
+from .rows_direct_triton import DirectProduct, in_fixed_point, takes_direct
 from .rows_fixed_triton import fixed_rows_early
 from .rows_grouped_triton import grouped_rows_early, order_rows_early
 from .rows_prepare_triton import prepare_rows_early
@@ -178,11 +178,6 @@ def _is_fused(x: Tensor, weight: Weight) -> bool:
     return takes_direct(x, weight) or (weight.format is not None and whole and not are_many(x.shape[0]))
 
 
-def _in_fixed_point(weight: Weight) -> bool:
-    """Whether rows in bfloat16 are multiplied by an integer weight in fixed point."""
-    return isinstance(weight.format, Int4) and weight.group_size == 128 and weight.columns % 256 == 0
-
-
 def _heads(x: Tensor, squares: HeadSquares) -> int:
     """The number of heads of a row. Raises ExportError if a row does not divide into them."""
     heads = int(squares.sums.shape[0] // x.shape[0])
@@ -296,7 +291,7 @@ class _FusedProduct:
 
     @property
     def fixed(self) -> bool:
-        return _in_fixed_point(self.weight)
+        return in_fixed_point(self.weight)
 
     @property
     def tile(self) -> int:
@@ -367,7 +362,7 @@ class _FusedProduct:
         if self.fixed:
             prepared = empty(padded, 2, k, dtype=torch.int8), empty(padded, width)
             operands = pointers(x, norm, squares, normed, counters)
-            launcher(prepare_rows_early)[(rows,)](*operands, *prepared, FIXED=True, **prepare)
+            launcher(prepare_rows_early)[(rows,)](*operands, *prepared, **prepare)
         else:
             inputs = empty(padded, width * 128, dtype=torch.bfloat16)
             sums = None if self.weight.minimum is None else empty(padded, width * 4)

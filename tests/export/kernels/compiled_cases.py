@@ -25,6 +25,7 @@ from .compiled_launches import (
     experts,
     linear_direct,
     linear_formats,
+    linear_integers,
     linear_rows,
     linear_step,
     logprobs,
@@ -316,6 +317,16 @@ GROUPS = {
         complete=(80, 89, 90),
         # With a bias and the convolution.
         max_spilled={("direct_rows_early", "bf16"): 16},
+    ),
+    "linear_integers_rows": Group(
+        launches=linear_integers,
+        cases=((80, BF16), (89, BF16), (90, BF16)),
+        analysed=((90, BF16),),
+        written={
+            "prepare_direct_rows_early": ["factors_ptr gated_ptr planes_ptr", "factors_ptr planes_ptr"],
+            "direct_integers_rows_early": ["out_ptr", "out_ptr state_ptr"],
+        },
+        complete=(80, 89, 90),
     ),
     "linear_rows": Group(
         launches=linear_rows,

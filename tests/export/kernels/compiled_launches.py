@@ -250,7 +250,7 @@ ROWS_ADD = {
         (2048, 4096, 128, 65, 32),
         (5120, 17408, 128, 65, None),
         (192, 256, 128, 2, 8),
-        (192, 384, 32, 2, 6),
+        (192, 384, 32, 9, 6),
     ),
     F32: (),
 }
@@ -277,7 +277,23 @@ def linear_rows(capability: int, dtype: torch.dtype) -> list[Launch]:
     return [one for one in launches if capability != 80 or one.name != "fixed_rows_early" or one.arguments["SWIGLU"]]
 
 
-def linear_direct(capability: int, dtype: torch.dtype, rows: int, group: int | None) -> list[Launch]:
+def linear_integers(capability: int, dtype: torch.dtype) -> list[Launch]:
+    """Launch products of few rows with weights in formats of GGUF files, and in groups of 64; also with long rows."""
+    calls: list[tuple[int, int | Format]] = [
+        (4, GGUF_FORMATS[0]),
+        (8, GGUF_FORMATS[1]),
+        (4, GGUF_FORMATS[2]),
+        (8, 64),
+    ]
+    found = [one for rows, group in calls for one in linear_direct(capability, dtype, rows, group)]
+    with recorded(capability) as launches:
+        for rows, group in calls:
+            matrix = weight(4096, 14336, dtype=dtype, group=group)
+            CudaKernels.linear_add(empty(rows, 14336, dtype=dtype), matrix, empty(rows, 4096, dtype=dtype))
+    return found + launches
+
+
+def linear_direct(capability: int, dtype: torch.dtype, rows: int, group: int | Format | None) -> list[Launch]:
     """Launch the flagship's linear layers, and a SwiGLU, for few rows; every weight has a bias."""
     with recorded(capability) as launches:
 

@@ -226,6 +226,17 @@ FLOATS_SHAPES = [
     Shape(40, 1024, None, 8, 4, channels=8, taps=2),
     Shape(36, 3584, None, 14, 1, channels=36),
 ]
+# Rests of turns and of programs; a row of 33 blocks has its own configuration.
+INTEGERS_SHAPES = [
+    Shape(72, 512, 64, 4, 3, channels=40, gates=20),
+    Shape(74, 640, Int4(32, F16), 5, 2, channels=30, gates=5),
+    Shape(40, 384, 128, 3, 1, channels=8, taps=2),
+    Shape(72, 1152, Int4Min(), 9, 3, channels=72, gates=20),
+    Shape(18, 4224, Int4Min(32, F16), 33, 1, channels=4),
+    Shape(74, 640, Int8(32, F16), 5, 2, channels=30, gates=5),
+    Shape(40, 1024, Int8(64), 4, 1, channels=8),
+    Shape(20, 4224, Int8(128), 33, 2, channels=4),
+]
 FOUR_ROWS_SHAPES = [
     Shape(72, 512, 128, 4, 3, channels=40, gates=20),
     Shape(72, 1536, Int4(128, F16), 12, 1, channels=72, taps=2),

@@ -17,7 +17,7 @@ from ostinato.export.formats.format import Format
 from ostinato.export.formats.int4 import Int4
 from ostinato.export.formats.int4_min import Int4Min
 from ostinato.export.formats.int8 import Int8
-from ostinato.export.kernels.linear import prefill_triton, reference, rows_triton, step_triton
+from ostinato.export.kernels.linear import prefill_triton, reference, rows_direct_triton, rows_triton, step_triton
 from ostinato.export.kernels.linear.rows_direct_triton import takes_direct
 from ostinato.export.kernels.operands import RowIndex, Weight
 
@@ -26,6 +26,7 @@ from .linear_cases import (
     CPU_SHAPES,
     FLOATS_SHAPES,
     FOUR_ROWS_SHAPES,
+    INTEGERS_SHAPES,
     PROMPT_SHAPES,
     ROWS_SHAPES,
     STEP_SHAPES,
@@ -50,9 +51,19 @@ from .runs import (
 )
 from .weights import BF16, F32, F64
 
-# The form of `rows` whose weights go directly into operands.
-FOUR_ROWS, FLOATS = "four rows", "rows of floats"
-DIRECT: dict[str, tuple[int | None, torch.dtype]] = {FOUR_ROWS: (128, BF16), FLOATS: (None, BF16)}
+# The forms of `rows` whose weights go directly into operands, and formats that they take.
+FOUR_ROWS, INTEGERS, FLOATS = "four rows", "rows of integers", "rows of floats"
+DIRECT: dict[str, list[tuple[int | Format | None, torch.dtype]]] = {
+    FOUR_ROWS: [(128, BF16)],
+    INTEGERS: [
+        (64, BF16),
+        (Int4(32, torch.float16), BF16),
+        (Int4Min(), BF16),
+        (Int8(32, torch.float16), BF16),
+        (Int8(128), BF16),
+    ],
+    FLOATS: [(None, BF16)],
+}
 STEP = ("norm_linear", "norm_swiglu", "norm_linear_conv", "linear_add")
 
 
@@ -137,6 +148,7 @@ def beginnings(*counts: int) -> dict[str, Sequence[Run]]:
 
 
 FLOATS_MIXTURES = {name: runs for name, runs in MIXTURES.items() if rows_of(runs) <= 16}
+EIGHT_MIXTURES = {name: runs for name, runs in MIXTURES.items() if rows_of(runs) <= 8} | beginnings(2, 8)
 CPU_ROWS = (1, 2, 3, 5, 31, 33, 70)
 FORMS = {
     "reference": Form(
@@ -153,6 +165,10 @@ FORMS = {
     "rows": Form(rows_triton, ROWS_SHAPES, (2, 3, 15, 16, 17, 33), rows_error, mixtures=MIXTURES, thin=False),
     FOUR_ROWS: Form(
         rows_triton, FOUR_ROWS_SHAPES, (2, 3, 4), direct_error, mixtures=FOUR_ROWS_MIXTURES, dtypes=(BF16,), thin=False
+    ),
+    # Those with other integers, for up to 4 rows and up to 8.
+    INTEGERS: Form(
+        rows_triton, INTEGERS_SHAPES, (2, 4, 5, 8), direct_error, mixtures=EIGHT_MIXTURES, dtypes=(BF16,), thin=False
     ),
     # Those with weights in bfloat16, for up to 8 rows and up to 16.
     FLOATS: Form(
@@ -185,6 +201,14 @@ def test_definition(
         check(case, kernels_of(name), operation, form.error, out_dtype)
 
 
+@contract("group rows", product([group for group, _ in DIRECT[INTEGERS]], (4, 8)))
+def test_a_loop_of_turns(group: int | Format, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What large products with integers have: not all of a program's turns under way. Nine blocks are three turns."""
+    monkeypatch.setattr(rows_direct_triton, "H100_REGISTERS", 0)
+    case = made(INTEGERS, Shape(40, 1152, group), [Run(SLOT, 7, rows)], BF16)
+    check(case, rows_triton, "norm_swiglu", direct_error)
+
+
 EACH = [(name, operation) for name, form in FORMS.items() for operation in form.operations]
 # Operations whose result is a product, and perhaps a residual.
 SUMS = [case for case in EACH if case[1] in ("linear", "norm_linear", "linear_add")]
@@ -206,7 +230,7 @@ FORMATS: list[tuple[int | Format | None, torch.dtype]] = [
 
 def in_formats(cases: Iterable[tuple[str, str]], *values: float) -> list[tuple[Any, ...]]:
     """Return forms and operations in all number formats, with the values in turn."""
-    layers = [(*case, *layer) for case in cases for layer in FORMATS if DIRECT.get(case[0], layer) == layer]
+    layers = [(*case, *layer) for case in cases for layer in FORMATS if layer in DIRECT.get(case[0], [layer])]
     return [(*layer, value) for layer, value in zip(layers, cycle(values), strict=False)] if values else layers
 
 
@@ -214,7 +238,11 @@ def several(name: str, rows: int) -> list[Run]:
     """Return rows of two sessions; a single one where a form takes no more."""
     if name == "step" or rows == 1:
         return [Run(SLOT, 7)]
-    rows = min(rows, 4) if name == FOUR_ROWS else rows
+    if name == FOUR_ROWS:
+        rows = min(rows, 4)
+    elif name == "rows":
+        # More than the direct forms of integers take.
+        rows = max(rows, 9)
     return [Run(SLOT, 7, rows // 2), Run(0, 2, rows - rows // 2)]
 
 
@@ -293,7 +321,7 @@ def test_a_row_does_not_depend_on_its_company(
 @contract("name operation", product(DIRECT, STEP))
 def test_few_rows_have_the_same_bits_in_any_number(kernels_of: Callable[[str], Any], name: str, operation: str) -> None:
     runs = [Run(SLOT, 7), Run(0, 2), Run(3, 9), Run(1, 4)]
-    case, kernels = made(name, Shape(76, 1024, DIRECT[name][0], channels=40), runs, BF16), kernels_of(name)
+    case, kernels = made(name, Shape(76, 1024, DIRECT[name][0][0], channels=40), runs, BF16), kernels_of(name)
     expected = case.run(kernels, operation)
     for rows in (2, 3):
         index = RowIndex(*(values[:rows] for values in case.index))
