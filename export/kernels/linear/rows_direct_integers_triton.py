@@ -1,12 +1,12 @@
 # mypy: allow-untyped-defs
 """Up to STEP_ROWS rows in fixed point times integer weights of any group size: from memory directly into operands of `mma`.
 
-A program has ROWS weight rows, and its warps divide K. A *turn* is a block of 128 elements of
-each row, for each warp; the warps' blocks of a turn are neighbours. Weights and inputs of AHEAD turns are under way: in
-registers, as words, so that no byte moves to another lane.
+A program has ROWS weight rows, and its warps divide K. A *turn* is a block of 128 elements of each row, for each warp; the
+warps' blocks of a turn are neighbours. Weights and inputs of AHEAD turns are under way: in registers, as words, so that no
+byte moves to another lane.
 
 A turn has four spans of 32 elements. Four lanes load 32 bytes of a row, 8 each. The low nibbles of these bytes are a span and
-the high ones are the next, or the bytes are a span. A row's inputs are stored as a warp loads them (`store_operand`).
+the high ones are the next, or the bytes are a span. A row's inputs are stored as a warp loads them (`store_operands`).
 
 A group's sum is an exact integer, the sums of the warps are added in one order, and no row sees another. So a row has the
 same bits for every number of rows, and whatever stands beside it.
@@ -21,6 +21,7 @@ from ostinato.export.kernels.early_start_triton import start_next, wait_for_prev
 
 from .rows_direct_store_triton import load_past, load_taps, offset_in_run, store_direct, stored_lines
 from .rows_grouped_triton import load_block_scales, of_group
+from .rows_prepare_triton import signed_bytes
 from .rows_tiles_triton import BLOCK, ROUNDING_BITS
 from .step_fixed_point_triton import ROUNDING
 
@@ -68,7 +69,7 @@ def direct_integers_rows_early(
     is a multiple of 128.
 
     Args:
-        planes, factors: see `store_operand`; factors [K / 128, COLUMNS] float32.
+        planes, factors: see `store_operands`.
         CHANNELS: outputs that are convolved with TAPS taps, the first ones; see `store_direct`. 0: none is.
         AHEAD: turns whose weights are loaded before the wait, and later before those ahead of them are multiplied.
     """
@@ -186,8 +187,18 @@ def load_inputs(planes_ptr, factors_ptr, rows, number, K: tl.constexpr, COLUMNS:
 
 
 @triton.jit
-def store_operand(planes_ptr, values, block, column, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """Store a column [BLOCKS, 128] int8 as `load_inputs` reads it, in planes [K / 128, 2 COLUMNS * 128].
+def store_operands(planes_ptr, factors_ptr, x, row, block, K: tl.constexpr, COLUMNS: tl.constexpr):
+    """Store blocks [BLOCKS, 128] of a row in fixed point as `load_inputs` reads them: planes [K / 128, 2 COLUMNS * 128] and
+    factors [K / 128, COLUMNS]."""
+    upper, lower, scale = signed_bytes(x)
+    store_column(planes_ptr, upper, block, row, K, COLUMNS)
+    store_column(planes_ptr, lower, block, COLUMNS + row, K, COLUMNS)
+    tl.store(factors_ptr + block * COLUMNS + row, scale / 16, mask=block < K // BLOCK)
+
+
+@triton.jit
+def store_column(planes_ptr, values, block, column, K: tl.constexpr, COLUMNS: tl.constexpr):
+    """Store one plane of a row, [BLOCKS, 128] int8.
 
     A warp loads the 512 bytes of two spans of eight columns at once, in their order: each lane has 8 bytes of both spans.
     """

@@ -99,7 +99,7 @@ def load_taps(conv_ptr, channel, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
 
 @triton.jit
 def offset_in_run(slots_ptr, slot, row, rows):
-    """How many rows of each row's run stand before it [COLUMNS]."""
+    """Number of rows of each row's run before it [COLUMNS]."""
     others = tl.load(slots_ptr + row, mask=row < rows, other=-2)
     before = (others[:, None] == slot[None, :]) & (row[:, None] < row[None, :])
     return tl.sum(before.to(tl.int32), 0)

@@ -26,8 +26,8 @@ from ostinato.export.kernels.operands import FEW_ROWS, FOUR_ROWS, STEP_ROWS, Con
 
 from .rows_direct_floats_triton import direct_floats_rows_early
 from .rows_direct_int4_triton import STRETCH, direct_rows_early
-from .rows_direct_integers_triton import direct_integers_rows_early, store_operand
-from .rows_prepare_triton import prepared_blocks, signed_bytes, store_planes
+from .rows_direct_integers_triton import direct_integers_rows_early, store_operands
+from .rows_prepare_triton import prepared_blocks, store_planes
 from .rows_tiles_triton import BLOCK, nibble_order
 from .step_kernels_triton import store_gates
 from .step_triton import bits_of
@@ -128,11 +128,6 @@ class IntegersConfig:
         return cls(warps, 2 if columns == FOUR_ROWS or bits == 8 else 1)
 
 
-def columns_for(rows: int | torch.SymInt) -> int:
-    """Rows of a product in fixed point: FOUR_ROWS if there are never more, else STEP_ROWS."""
-    return FOUR_ROWS if at_most(rows, FOUR_ROWS) else STEP_ROWS
-
-
 @dataclass(frozen=True)
 class DirectProduct:
     """A product with the operations around it; see `direct_rows_early`.
@@ -183,7 +178,7 @@ class DirectProduct:
     ) -> tuple[Tensor, ...]:
         """Normed or divided rows as the product reads them, in x's dtype or in fixed point. Also writes `gated`."""
         rows, k = x.shape[0], x.shape[1]
-        blocks, columns = k // BLOCK.value, columns_for(rows)
+        blocks, columns = k // BLOCK.value, self._columns(rows)
         if self.floats:
             prepared: tuple[Tensor, ...] = (torch.empty_like(x),)
         else:
@@ -221,6 +216,7 @@ class DirectProduct:
 
     def _multiplied(self, prepared: tuple[Tensor, ...], out: Tensor) -> Tensor:
         weight, k, rows = self.weight, self.weight.columns, out.shape[0]
+        columns = self._columns(rows)
         conv, state, positions, slots = self.convolution or (None, None, None, None)
         optional = weight.bias, self.residual, conv, state, positions, slots
         constants = {
@@ -234,39 +230,21 @@ class DirectProduct:
             "EARLY": starts_early(),
         }
         if self.floats:
-            tile, warps = TILE, MAX_WARPS if k > 1024 else MAX_WARPS // 2
-            launcher(direct_floats_rows_early)[(self._programs(tile),)](
+            warps = MAX_WARPS if k > 1024 else MAX_WARPS // 2
+            launcher(direct_floats_rows_early)[(self._programs(TILE),)](
                 *pointers(prepared[0], weight.values, *optional),
                 out,
                 rows,
-                ROWS=tile,
-                COLUMNS=STEP_ROWS if at_most(rows, STEP_ROWS) else FEW_ROWS,
+                ROWS=TILE,
+                COLUMNS=columns,
                 WARPS=warps,
                 AHEAD=AHEAD,
                 num_warps=warps,
                 **constants,
             )
-        elif not self._stretches:
-            config = IntegersConfig.of(weight, columns_for(rows), self._programs(TILE))
-            launcher(direct_integers_rows_early)[(self._programs(TILE),)](
-                *pointers(*prepared, weight.values, weight.scale, weight.minimum, *optional),
-                out,
-                rows,
-                GROUP=weight.group_size,
-                BITS=bits_of(weight),
-                MINIMUM=weight.minimum is not None,
-                ROWS=TILE,
-                COLUMNS=columns_for(rows),
-                WARPS=config.warps,
-                AHEAD=config.ahead,
-                num_warps=config.warps,
-                **constants,
-            )
-        else:
-            tile, warps = (
-                2 * TILE if self.outputs > 4096 else TILE,
-                triton.next_power_of_2(k // (STRETCH.value * BLOCK.value)),
-            )
+        elif self._stretches:
+            tile = 2 * TILE if self.outputs > 4096 else TILE
+            warps = triton.next_power_of_2(k // (STRETCH.value * BLOCK.value))
             launcher(direct_rows_early)[(self._programs(tile),)](
                 *pointers(*prepared, weight.values, weight.scale, *optional),
                 out,
@@ -276,7 +254,28 @@ class DirectProduct:
                 num_warps=warps,
                 **constants,
             )
+        else:
+            config = IntegersConfig.of(weight, columns, self._programs(TILE))
+            launcher(direct_integers_rows_early)[(self._programs(TILE),)](
+                *pointers(*prepared, weight.values, weight.scale, weight.minimum, *optional),
+                out,
+                rows,
+                GROUP=weight.group_size,
+                BITS=bits_of(weight),
+                MINIMUM=weight.minimum is not None,
+                ROWS=TILE,
+                COLUMNS=columns,
+                WARPS=config.warps,
+                AHEAD=config.ahead,
+                num_warps=config.warps,
+                **constants,
+            )
         return out
+
+    def _columns(self, rows: int | torch.SymInt) -> int:
+        """Rows that the product has room for."""
+        fewer, more = (STEP_ROWS, FEW_ROWS) if self.floats else (FOUR_ROWS, STEP_ROWS)
+        return fewer if at_most(rows, fewer) else more
 
     def _programs(self, tile: int) -> int:
         return int(triton.cdiv(self.outputs, tile // 2 if self.swiglu else tile))
@@ -308,7 +307,7 @@ def prepare_direct_rows_early(
     EARLY: tl.constexpr,
 ):
     """Norm or divide BLOCKS blocks of a row. With FLOATS a row stays in x's dtype, else it is converted to fixed point: with
-    STRETCHES as `prepare_rows_early` does, else as operands (`store_operand`).
+    STRETCHES as `prepare_rows_early` does, else as operands (`store_operands`).
 
     Behind these programs are others, each of which multiplies one normed row with GATE_ROWS rows of gates [GATES, K].
     """
@@ -335,7 +334,4 @@ def prepare_direct_rows_early(
     elif STRETCHES:
         store_planes(planes_ptr, factors_ptr, x, row, block, K)
     else:
-        upper, lower, scale = signed_bytes(x)
-        store_operand(planes_ptr, upper, block, row, K, COLUMNS)
-        store_operand(planes_ptr, lower, block, COLUMNS + row, K, COLUMNS)
-        tl.store(factors_ptr + block * COLUMNS + row, scale / 16, mask=block < K // BLOCK)
+        store_operands(planes_ptr, factors_ptr, x, row, block, K, COLUMNS)

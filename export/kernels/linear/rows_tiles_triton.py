@@ -57,7 +57,8 @@ def unpack_bytes(packed):
 def nibble_order(element):
     """The place of a block's element. The elements that low nibbles multiply come first, in the order of bytes.
 
-    The elements of high nibbles follow. The function is its own inverse: it also gives the element that stands in a place.
+    The elements of high nibbles follow. Bytes 0 to 31 hold the first 64 elements, the other bytes the rest; the first half of
+    64 is in low nibbles. The function is its own inverse: it also gives the element that stands in a place.
     """
     return element // 32 % 2 * 64 + element // 64 * 32 + element % 32
 

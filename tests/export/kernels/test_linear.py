@@ -203,7 +203,7 @@ def test_definition(
 
 @contract("group rows", product([group for group, _ in DIRECT[INTEGERS]], (4, 8)))
 def test_a_loop_of_turns(group: int | Format, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What large products with integers have: not all of a program's turns under way. Nine blocks are three turns."""
+    """Large products with integers have a loop, in which not all turns are under way. Nine blocks are three turns."""
     monkeypatch.setattr(rows_direct_triton, "H100_REGISTERS", 0)
     case = made(INTEGERS, Shape(40, 1152, group), [Run(SLOT, 7, rows)], BF16)
     check(case, rows_triton, "norm_swiglu", direct_error)
