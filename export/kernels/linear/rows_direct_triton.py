@@ -128,6 +128,12 @@ class IntegersConfig:
         return cls(warps, 2 if columns == FOUR_ROWS or bits == 8 else 1)
 
 
+def prepared_at_once(blocks: int, norm: bool) -> int:
+    """Blocks of a row, a power of two, that a program prepares. A norm needs all of them."""
+    at_once = int(triton.next_power_of_2(blocks))
+    return at_once if norm else min(at_once, PREPARED_BLOCKS)
+
+
 @dataclass(frozen=True)
 class DirectProduct:
     """A product with the operations around it; see `direct_rows_early`.
@@ -186,9 +192,7 @@ class DirectProduct:
             factors = (rows, blocks) if self._stretches else (blocks, columns)
             prepared = x.new_empty(planes, dtype=torch.int8), x.new_empty(factors, dtype=torch.float32)
         gates = 0 if self.gates is None else self.gates.shape[0]
-        at_once = triton.next_power_of_2(blocks)
-        if norm is None:
-            at_once = min(at_once, PREPARED_BLOCKS)
+        at_once = prepared_at_once(blocks, norm is not None)
         # `store_gates` has up to eight warps.
         warps = min(8 if gates else 16, max(4, at_once // 2))
         grid = rows * (1 + triton.cdiv(gates, GATE_ROWS)), triton.cdiv(blocks, at_once)

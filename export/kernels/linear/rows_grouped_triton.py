@@ -23,7 +23,7 @@ import triton.language as tl
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 
 from .rows_fixed_triton import GATE_ROWS, write_gates, write_outputs
-from .rows_prepare_triton import head_factors
+from .rows_prepare_triton import prepared_blocks
 from .rows_tiles_triton import BLOCK
 from .scales_triton import of_pair
 
@@ -51,9 +51,11 @@ def order_rows_early(
     SUMS: tl.constexpr,
     COLUMNS: tl.constexpr,
     COUNTERS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write rows x [R, K] to inputs [R, B * 128] bfloat16 in the order of `element_at`, zeros past K; a row per program.
+    """Write rows x [R, K] to inputs [R, B * 128] bfloat16 in the order of `element_at`, zeros past K; BLOCKS blocks per
+    program.
 
     Args:
         NORM: whether x is normed over K elements.
@@ -62,41 +64,36 @@ def order_rows_early(
         NORMED: whether normed [R, K] is written too: the normed rows in x's dtype and order.
         SUMS: whether sums [R, B * 4] float32 is written, the sums of the inputs of each piece.
         COUNTERS: number of counters that are set to zero for each COLUMNS rows.
+        BLOCKS: with NORM all blocks of a row.
     """
     start_next(EARLY)
-    BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
-    PADDED: tl.constexpr = triton.next_power_of_2(BLOCKS)
+    WIDTH: tl.constexpr = (K + BLOCK - 1) // BLOCK
     row = tl.program_id(0).to(tl.int64)
-    block = tl.arange(0, PADDED)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     within = tl.arange(0, BLOCK)
-    offsets = block[:, None] * BLOCK + within[None, :]
-    element = block[:, None] * BLOCK + element_at(within)[None, :]
-    inside = element < K
-    if NORM:
-        factor = tl.load(norm_ptr + element, mask=inside, other=0.0)
-    wait_for_previous(EARLY)
-    x = tl.load(x_ptr + row * K + element, mask=inside, other=0.0).to(tl.float32)
-    if NORM:
-        mean = tl.sum(tl.sum(x * x, 1), 0) / K
-        x = x * factor * tl.rsqrt(mean + EPS)
-    if HEADS > 0:
-        factors = head_factors(
-            squares_ptr + row * (HEADS * PARTS), block, element, inside, EPS, K // HEADS, PARTS, PADDED
-        )
-        x = tl.where(inside, x * factors, 0.0)
+    x = prepared_blocks(x_ptr, norm_ptr, squares_ptr, row, block, within, EPS, K, NORM, HEADS, PARTS, EARLY)
     rounded = x.to(tl.bfloat16)
-    tl.store(inputs_ptr + row * (BLOCKS * BLOCK) + offsets, rounded, mask=(block < BLOCKS)[:, None])
+    offsets = block[:, None] * BLOCK + within[None, :]
+    tl.store(inputs_ptr + row * (WIDTH * BLOCK) + offsets, in_places(rounded), mask=(block < WIDTH)[:, None])
     if NORMED:
-        tl.store(normed_ptr + row * K + element, rounded, mask=inside)
+        tl.store(normed_ptr + row * K + offsets, rounded, mask=offsets < K)
     if SUMS:
-        pieces = tl.reshape(rounded.to(tl.float32), [PADDED * (BLOCK // PIECE), PIECE])
-        piece = tl.arange(0, PADDED * (BLOCK // PIECE))
-        at = sums_ptr + row * (BLOCKS * (BLOCK // PIECE)) + piece
-        tl.store(at, tl.sum(pieces, 1), mask=piece < BLOCKS * (BLOCK // PIECE))
-    if COUNTERS > 0 and row % COLUMNS == 0:
+        pieces = tl.reshape(rounded.to(tl.float32), [BLOCKS * (BLOCK // PIECE), PIECE])
+        piece = tl.program_id(1) * (BLOCKS * (BLOCK // PIECE)) + tl.arange(0, BLOCKS * (BLOCK // PIECE))
+        at = sums_ptr + row * (WIDTH * (BLOCK // PIECE)) + piece
+        tl.store(at, tl.sum(pieces, 1), mask=piece < WIDTH * (BLOCK // PIECE))
+    if COUNTERS > 0 and row % COLUMNS == 0 and tl.program_id(1) == 0:
         counter = tl.arange(0, triton.next_power_of_2(COUNTERS))
         zeros = tl.zeros([triton.next_power_of_2(COUNTERS)], tl.int32)
         tl.store(counters_ptr + row // COLUMNS * COUNTERS + counter, zeros, mask=counter < COUNTERS)
+
+
+@triton.jit
+def in_places(blocks):
+    """Blocks [BLOCKS, 128] of a row, in the order of `element_at`."""
+    # Dimensions: block, piece, lane, four of eight, pair, element of a pair.
+    parts = tl.reshape(blocks, [blocks.shape[0], BLOCK // PIECE, 4, 2, 2, 2])
+    return tl.reshape(tl.permute(parts, (0, 1, 3, 5, 2, 4)), [blocks.shape[0], BLOCK])
 
 
 @triton.jit

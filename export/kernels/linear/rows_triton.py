@@ -44,7 +44,7 @@ from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, Row
 
 from . import prefill_triton, rows_direct_triton, step_triton
 from .limits import check_weight
-from .rows_direct_triton import DirectProduct, in_fixed_point, takes_direct
+from .rows_direct_triton import DirectProduct, in_fixed_point, prepared_at_once, takes_direct
 from .rows_fixed_triton import fixed_rows_early
 from .rows_grouped_triton import grouped_rows_early, order_rows_early
 from .rows_prepare_triton import prepare_rows_early
@@ -367,7 +367,9 @@ class _FusedProduct:
             inputs = empty(padded, width * 128, dtype=torch.bfloat16)
             sums = None if self.weight.minimum is None else empty(padded, width * 4)
             optional = norm, squares, normed, sums, counters
-            launcher(order_rows_early)[(rows,)](*pointers(x, *optional), inputs, SUMS=sums is not None, **prepare)
+            at_once = prepared_at_once(width, norm is not None)
+            prepare |= {"SUMS": sums is not None, "BLOCKS": at_once, "num_warps": min(16, max(4, at_once // 2))}
+            launcher(order_rows_early)[(rows, triton.cdiv(width, at_once))](*pointers(x, *optional), inputs, **prepare)
             prepared = pointers(inputs, sums)
         return self._multiplied(prepared, normed, counters, empty(rows, self.outputs, dtype=out_dtype))
 
