@@ -202,11 +202,11 @@ def store_column(planes_ptr, values, block, column, K: tl.constexpr, COLUMNS: tl
 
     A warp loads the 512 bytes of two spans of eight columns at once, in their order: each lane has 8 bytes of both spans.
     """
-    eight = tl.arange(0, BLOCK // 8)[None, :, None]
-    place = eight // 8 * 512 + eight % 4 * 16 + eight // 4 % 2 * 8 + tl.arange(0, 8)[None, None, :]
-    at = planes_ptr + block[:, None, None] * (2 * COLUMNS * BLOCK) + (column // 8 * 1024 + column % 8 * 64)
-    values = tl.reshape(values, [values.shape[0], BLOCK // 8, 8])
-    tl.store(at + place, values, mask=(block < K // BLOCK)[:, None, None])
+    within = tl.arange(0, BLOCK)[None, :]
+    eight = within // 8
+    place = eight // 8 * 512 + eight % 4 * 16 + eight // 4 % 2 * 8 + within % 8
+    at = planes_ptr + block[:, None] * (2 * COLUMNS * BLOCK) + (column // 8 * 1024 + column % 8 * 64)
+    tl.store(at + place, values, mask=(block < K // BLOCK)[:, None])
 
 
 # --- products

@@ -124,7 +124,8 @@ class IntegersConfig:
         if turns <= MOST_TURNS and programs * 32 * warps * registers <= H100_REGISTERS:
             return cls(warps, turns)
         if turns > MOST_TURNS:
-            return cls(MAX_WARPS, 3 if columns == FOUR_ROWS else 2)
+            # In 128 registers, so that all programs of 4,096 outputs have room: with minima 2 turns for up to 8 rows take 164.
+            return cls(MAX_WARPS, 3 if columns == FOUR_ROWS else 2 if weight.minimum is None else 1)
         return cls(warps, 2 if columns == FOUR_ROWS or bits == 8 else 1)
 
 
