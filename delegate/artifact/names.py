@@ -40,12 +40,13 @@ SAMPLE = "sample"
 LOGPROBS = "logprobs"
 DECODE_SAMPLE = "decode_sample"
 ROWS = "rows"
+TWO_ROWS = "two_rows"
 FOUR_ROWS = "four_rows"
 STEP_ROWS = "step_rows"
 FEW_ROWS = "few_rows"
 MANY_ROWS = "many_rows"
 # For small batches first. A device with kernels for any number of rows has ROWS alone.
-ROWS_METHODS = (FOUR_ROWS, STEP_ROWS, FEW_ROWS, ROWS, MANY_ROWS)
+ROWS_METHODS = (TWO_ROWS, FOUR_ROWS, STEP_ROWS, FEW_ROWS, ROWS, MANY_ROWS)
 # In place of MANY_ROWS, with experts on the host.
 ROWS_STREAMED = "rows_streamed"
 ROWS_HIDDEN = "rows_hidden"

@@ -14,7 +14,7 @@ from .experts import rows_triton as experts_rows
 from .experts import step_triton as experts_step
 from .linear import prefill_triton as linear_prefill
 from .linear import rows_triton as linear_rows
-from .operands import FEW_ROWS, FOUR_ROWS, MAX_ROWS, PENDING_UPDATES, SOME_ROWS, STEP_ROWS
+from .operands import FEW_ROWS, FOUR_ROWS, MAX_ROWS, PENDING_UPDATES, SOME_ROWS, STEP_ROWS, TWO_ROWS
 from .sampling import logprobs_triton
 from .sampling import rows_triton as sampling_rows
 
@@ -24,7 +24,7 @@ class CudaKernels(Kernels):
 
     folds_steps = True
     pending_updates = PENDING_UPDATES
-    max_rows = (FOUR_ROWS, STEP_ROWS, FEW_ROWS, SOME_ROWS, MAX_ROWS)
+    max_rows = (TWO_ROWS, FOUR_ROWS, STEP_ROWS, FEW_ROWS, SOME_ROWS, MAX_ROWS)
 
     linear = staticmethod(linear_prefill.linear)
     route = staticmethod(route_triton.route)

@@ -62,6 +62,7 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
     - `step_rows`: `rows` for up to 8 rows, where `few_rows` is: the kernels of `decode` compute attention and experts.
     - `four_rows`: `rows` for up to 4 rows, where `few_rows` is and linear layers have integer weights: these have kernels of
       their own for so few rows.
+    - `two_rows`: `rows` for 2 rows, where `few_rows` is: the kernels of `decode` compute most linear layers too.
     - `many_rows`: `rows` for 257 to 512 rows, where `few_rows` is. Weights are multiplied as `prefill` does.
     - `rows_streamed(..., streamed [1] int64)`, only with experts on the host, in place of `many_rows`: the device computes
       experts as in `prefill_streamed`.
@@ -89,7 +90,7 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
         if name == FOUR_ROWS and not _has_integers(network):
             continue
         # If prompts and rows share code, they share the dimension too, and the code is compiled once.
-        rows = length if folds else Dim("R", min=least if name == MANY_ROWS else 2, max=max_rows)
+        rows = length if folds else _rows_dim(least if name == MANY_ROWS else 2, max_rows)
         if network.build.cpu_moe and max_rows == kernels.max_rows[-1]:
             streamed = network.layer_links(step=kernels.folds_steps, streamed=True)
             methods[ROWS_STREAMED] = _with_streamed(_rows(network, streamed, rows))
@@ -118,16 +119,23 @@ def _has_integers(network: LanguageModel) -> bool:
     return any(weight.format is not None for module in linear for weight in module.operands)
 
 
+def _rows_dim(least: int, most: int) -> Any:
+    """The number of rows of a method: a Dim, or an int if there is one number only."""
+    return Dim("R", min=least, max=most) if least < most else most
+
+
 def _rows(network: LanguageModel, layers: list[Link], rows: Any) -> Chain:
+    """The chain of a method for so many rows."""
     start = Link(network.next_input, ("input_pos", *network.input.names), "embedding", method="rows")
     head = Link(network.head, ("logits",), "head", method="rows")
     sample = Link(network.sampling, ("token",), "sampling", method="next_of")
-    length = Dim("L", min=1, max=rows.max)
-    count = min(EXAMPLE_ROWS, rows.max) if rows.min <= EXAMPLE_ROWS else EXAMPLE_MANY_ROWS
+    least, most = (rows, rows) if isinstance(rows, int) else (rows.min, rows.max)
+    length = Dim("L", min=1, max=most)
+    count = min(EXAMPLE_ROWS, most) if least <= EXAMPLE_ROWS else EXAMPLE_MANY_ROWS
     inputs = {name: _positions(count) for name in ("tokens", "input_pos", "slots")}
-    # Another number than that of the rows: torch.export takes equal ones for one dimension.
-    inputs["logits_indices"] = _positions(min(EXAMPLE_OUTPUTS, count - 1))
-    dynamic = {name: {0: length if name == "logits_indices" else rows} for name in inputs}
+    # Another number than that of the rows, if that varies: torch.export takes equal ones for one dimension.
+    inputs["logits_indices"] = _positions(min(EXAMPLE_OUTPUTS, count - (least < most)))
+    dynamic = {name: {0: rows} for name in inputs if least < most} | {"logits_indices": {0: length}}
     return Chain([start, *layers, head, sample], inputs, ("token", "logits"), dynamic)
 
 

@@ -1,8 +1,7 @@
 """Long runs of rows in the gated delta rule, in chunks. `prefill_triton` has the formulas.
 
-Where there may be many rows, a first kernel solves all chunks side by side, as far as they do not depend on the state: each
-chunk is a chain of small products. A second kernel then takes the state from chunk to chunk. Where there are few rows, one
-program does both, and solves a chunk when the state gets there. Products are those of `math_triton`.
+A first kernel solves all chunks side by side, as far as they do not depend on the state: each chunk is a chain of small
+products. A second kernel then takes the state from chunk to chunk. Products are those of `math_triton`.
 """
 
 from __future__ import annotations
@@ -97,9 +96,6 @@ def delta_solve_rows_early(
 @triton.jit
 def delta_run_rows_early(
     mixed: tl.tensor,
-    gates: tl.tensor,
-    a_log: tl.tensor,
-    dt_bias: tl.tensor,
     state: tl.tensor,
     pending_keys: tl.tensor,
     pending: tl.tensor,
@@ -132,8 +128,6 @@ def delta_run_rows_early(
     rows = tl.cast(rows, tl.int32)
     head = tl.program_id(1)
     values = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    rate = tl.load(a_log + head)
-    bias = tl.load(dt_bias + head)
     norm = tl.load(norm_weight + values)
     every = tl.arange(0, ROWS)
     slot_of = tl.load(slots + every, mask=every < rows, other=-1).to(tl.int32)
@@ -157,9 +151,8 @@ def delta_run_rows_early(
         updates = updates_of(pending, slot, head, HEADS, V, P)
         count = tl.load(count_cell(updates, BLOCK, V, P), mask=fresh == 0, other=0.0).to(tl.int32)
         take_run(
-            state + (slot.to(tl.int64) * HEADS + head) * (K * V), keys, updates, count, fresh, mixed, gates, solved, pairs,
-            factors, out, squares, rows, first, end, head, values, rate, bias, norm, HEADS, KEY_HEADS, K, V, P, CHUNK, True,
-            PARTS, EARLY,
+            state + (slot.to(tl.int64) * HEADS + head) * (K * V), keys, updates, count, fresh, mixed, solved, pairs,
+            factors, out, squares, rows, first, end, head, values, norm, HEADS, KEY_HEADS, K, V, P, CHUNK, PARTS, EARLY,
         )  # fmt: skip
 
 
@@ -176,7 +169,6 @@ def take_run(
     count: tl.tensor,
     fresh: tl.tensor,
     mixed: tl.tensor,
-    gates: tl.tensor,
     solved: tl.tensor,
     pairs: tl.tensor,
     factors: tl.tensor,
@@ -187,8 +179,6 @@ def take_run(
     end: tl.tensor,
     head: tl.tensor,
     values: tl.tensor,
-    rate: tl.tensor,
-    bias: tl.tensor,
     norm: tl.tensor,
     HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
@@ -196,7 +186,6 @@ def take_run(
     V: tl.constexpr,
     P: tl.constexpr,
     CHUNK: tl.constexpr,
-    SOLVED: tl.constexpr,
     PARTS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
@@ -206,7 +195,7 @@ def take_run(
         pending_keys, updates, count: what `keys_of` and `updates_of` return, and how many updates are pending; none is after
             this.
         fresh: whether the old state counts as zeros.
-        solved, pairs, factors: see `delta_solve_rows_early`; not used unless SOLVED.
+        solved, pairs, factors: see `delta_solve_rows_early`.
         EARLY: whether to wait for the kernel ahead, once the state is on its way.
     """
     size = tl.cast(rows, tl.int64) * (HEADS * CHUNK)
@@ -215,10 +204,10 @@ def take_run(
     s = add_pending_columns(s, pending_keys, updates, count, values, K, V, P)
     wait_for_previous(EARLY)
     store_count(updates, 0, True, values.shape[0], V, P)
-    for start in tl.range(first, end, CHUNK, num_stages=3 if SOLVED else 1):
+    for start in tl.range(first, end, CHUNK, num_stages=3):
         s = take_chunk(
-            s, mixed, gates, solved, pairs, factors, out, squares, size, start, end, head, values, rate, bias, norm,
-            HEADS, KEY_HEADS, K, V, CHUNK, SOLVED, PARTS,
+            s, mixed, solved, pairs, factors, out, squares, size, start, end, head, values, norm, HEADS, KEY_HEADS, K, V,
+            CHUNK, PARTS,
         )  # fmt: skip
     tl.store(cells, s)
 
@@ -290,7 +279,6 @@ def solve_chunk(
 def take_chunk(
     s: tl.tensor,
     mixed: tl.tensor,
-    gates: tl.tensor,
     solved: tl.tensor,
     pairs: tl.tensor,
     factors: tl.tensor,
@@ -301,15 +289,12 @@ def take_chunk(
     end: tl.tensor,
     head: tl.tensor,
     values: tl.tensor,
-    rate: tl.tensor,
-    bias: tl.tensor,
     norm: tl.tensor,
     HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     CHUNK: tl.constexpr,
-    SOLVED: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> tl.tensor:
     """Return the state s [BLOCK, K] after CHUNK rows from `start` on, and store the outputs of the rows."""
@@ -331,24 +316,15 @@ def take_chunk(
     of_values = mixed + row[None, :] * ROW + (2 * KEY_HEADS * K + head * V + values)[:, None]
     v = tl.load(of_values, mask=inside[None, :], other=0.0).to(tl.float32)
     z = tl.load(of_values + HEADS * V, mask=inside[None, :], other=0.0).to(tl.float32)
-    if SOLVED:
-        k_factor = tl.load(factors + of_head * FACTORS + 1, mask=inside, other=0.0)
-        q_factor = tl.load(factors + of_head * FACTORS + 2, mask=inside, other=0.0)
-        written = tl.load(factors + of_head * FACTORS + 3, mask=inside, other=0.0)
-        kept = tl.load(factors + ((tl.minimum(start + CHUNK, end) - 1).to(tl.int64) * HEADS + head) * FACTORS)
-        # [CHUNK, CHUNK], transposed: a row of `solved` is a column
-        cells = of_head[None, :] * CHUNK + token[:, None]
-        nothing = tl.zeros((values.shape[0], CHUNK), tl.float32)
-        delta = multiply_parts(v - of_keys * k_factor[None, :], solved + cells, size, nothing, PARTS, inside[None, :])
-        o = multiply_parts(delta, pairs + cells, size, of_queries * q_factor[None, :], PARTS, inside[None, :])
-    else:
-        x, p, f = solve_chunk(mixed, gates, start, end, head, rate, bias, HEADS, KEY_HEADS, K, V, CHUNK, PARTS)
-        x, p = tl.trans(x), tl.trans(p)
-        k_factor, q_factor, written = f[1], f[2], f[3]
-        # Rows from `end` on decay nothing, so the last row of the chunk has the whole decay.
-        kept = tl.sum(tl.where(token == CHUNK - 1, f[0], 0.0), 0)
-        delta = multiply(v - of_keys * k_factor[None, :], x, PARTS)
-        o = of_queries * q_factor[None, :] + multiply(delta, p, PARTS)
+    k_factor = tl.load(factors + of_head * FACTORS + 1, mask=inside, other=0.0)
+    q_factor = tl.load(factors + of_head * FACTORS + 2, mask=inside, other=0.0)
+    written = tl.load(factors + of_head * FACTORS + 3, mask=inside, other=0.0)
+    kept = tl.load(factors + ((tl.minimum(start + CHUNK, end) - 1).to(tl.int64) * HEADS + head) * FACTORS)
+    # [CHUNK, CHUNK], transposed: a row of `solved` is a column
+    cells = of_head[None, :] * CHUNK + token[:, None]
+    nothing = tl.zeros((values.shape[0], CHUNK), tl.float32)
+    delta = multiply_parts(v - of_keys * k_factor[None, :], solved + cells, size, nothing, PARTS, inside[None, :])
+    o = multiply_parts(delta, pairs + cells, size, of_queries * q_factor[None, :], PARTS, inside[None, :])
     result = o * norm[:, None] * z * tl.sigmoid(z)
     tl.store(out + of_head[None, :] * V + values[:, None], result.to(out.dtype.element_ty), mask=inside[None, :])
     tl.store(squares + of_head * tl.num_programs(0) + tl.program_id(0), tl.sum(o * o, 0), mask=inside)

@@ -2,9 +2,8 @@
 
 A program has a block of a head's values in one run. Only this program reads and writes the state of the block, once, however
 long the run is. For a run of one row it writes the row's update, and the state only in every eighth step (pending_triton.py).
-It takes the rows of a short run one after another, those of a long run in chunks (rows_chunk_triton.py).
-Chunks need many registers. Where there may be many sessions, other kernels take the chunks: the programs for many sessions
-need those registers for states on their way from memory.
+It takes the rows of a short run one after another. Where there may be long runs, other kernels take these in chunks
+(rows_chunk_triton.py): chunks need many registers, which the programs here need for states on their way from memory.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
-from ostinato.export.kernels.launch import is_one, launcher, row_class, row_vector, starts_early
-from ostinato.export.kernels.operands import FEW_ROWS, MAX_ROWS, Decay, RecurrentState, RowIndex
+from ostinato.export.kernels.launch import at_most, is_one, launcher, row_vector, starts_early
+from ostinato.export.kernels.operands import FEW_ROWS, Decay, RecurrentState, RowIndex
 
 from . import step_triton
 from .limits import check_delta_rule
 from .math_triton import add_pairs, add_triples, inverse_length, log_decay, write_strength
 from .pending_triton import add_pending, count_cell, keys_of, load_pending, pending_products, store_count, updates_of
-from .rows_chunk_triton import FACTORS, delta_run_rows_early, delta_solve_rows_early, take_run
+from .rows_chunk_triton import FACTORS, delta_run_rows_early, delta_solve_rows_early
 
 
 @dataclass(frozen=True)
@@ -32,12 +31,16 @@ class RunsConfig:
     """Sizes of the two kernels for long runs. One solves chunks, which does not need the state; the other moves the state.
 
     Attributes:
+        long: the fewest rows of a run that is taken in chunks.
+        chunk: rows of a chunk.
         warps: warps of a program that moves the state.
         programs: programs that move the state, for each block of values of a head.
         solving_warps: warps of a program that solves chunks.
         solving_programs: programs that solve chunks, for each head.
     """
 
+    long: int
+    chunk: int
     warps: int
     programs: int
     solving_warps: int
@@ -51,29 +54,34 @@ class DeltaConfig:
     Attributes:
         values: columns of a head's state per program, at most, also in the kernel that moves the state by long runs.
         warps: warps of a program.
-        long: the fewest rows of a run that is taken in chunks.
-        chunk: rows of a chunk.
-        runs: sizes of the kernels for long runs. None if `delta_rows_early` takes long runs, too.
+        runs: sizes of the kernels for long runs. None if no run is long.
     """
 
     values: int
     warps: int
-    long: int
-    chunk: int
     runs: RunsConfig | None = None
 
 
-RUNS = RunsConfig(warps=4, programs=4, solving_warps=1, solving_programs=16)
-# By the most rows of a call. In us, on an H200, 2026-11-23, with the flagship's shape, by values and warps of a program.
-# With the linear layers around the kernel, 8 single rows, 16 single rows and a run of 16 take 33.3, 49.0 and 30.0 with 16
-# values and one warp; 31.0, 43.2 and 29.2 with 32 and two; 31.7, 44.3 and 28.3 with 64 and four. 32, 64 and 128 single rows
-# take 63.2, 110.6 and 213.9 with 32 and two; 62.2, 106.5 and 205.8 with 64 and two (255 registers, nothing spilled); 65.3,
-# 113.2 and 200.0 with 128 and four. The kernel alone, for runs of 64 and 128, takes 33.0 and 46.1 with 32 and two; 23.5 and
-# 36.0 with 64 and four.
-CONFIGS = {
-    FEW_ROWS: DeltaConfig(values=32, warps=2, long=10, chunk=16),
-    MAX_ROWS: DeltaConfig(values=64, warps=2, long=6, chunk=16, runs=RUNS),
-}
+RUNS = RunsConfig(long=6, chunk=16, warps=4, programs=4, solving_warps=1, solving_programs=16)
+# In us, with the flagship's shape, by values and warps of a program. On an H200, 2026-11-23, with the linear layers around
+# the kernel, 32, 64 and 128 single rows take 63.2, 110.6 and 213.9 with 32 and two; 62.2, 106.5 and 205.8 with 64 and two
+# (255 registers, nothing spilled); 65.3, 113.2 and 200.0 with 128 and four. The kernel alone, for runs of 64 and 128, takes
+# 33.0 and 46.1 with 32 and two; 23.5 and 36.0 with 64 and four. Whole layers of 2, 4, 8 and 16 single rows take 34.6, 47.3,
+# 75.3 and 117.4 with 32 and two; 34.1, 47.8, 76.0 and 117.6 with 32 and four; 36.1, 47.8, 73.1 and 115.1 with 16 and one; a
+# run of 16 takes 118.5 and 113.8 with the first and the last (one H100, 2026-11-27). Of Qwen3.5-0.8B, which has half as
+# many heads, 2 rows take 24.3 and 23.7 with the first two, and 8 rows 31.9 and 34.3 with the first and the last.
+# By the most rows, times heads, where there are few rows; then for more of these, and for many rows.
+CONFIGS = {64: DeltaConfig(values=32, warps=4), 128: DeltaConfig(values=32, warps=2)}
+FEW, MANY = DeltaConfig(values=16, warps=1), DeltaConfig(values=64, warps=2, runs=RUNS)
+
+
+def config_for(rows: int | torch.SymInt, heads: int) -> DeltaConfig:
+    """The configuration for so many rows, at most, of so many heads."""
+    if not at_most(rows, FEW_ROWS):
+        return MANY
+    return next((config for most, config in CONFIGS.items() if at_most(rows * heads, most)), FEW)
+
+
 # The most programs that take short runs, for each block of values of a head.
 MAX_PROGRAMS = 64
 
@@ -135,30 +143,54 @@ def _delta_rows(
 ) -> tuple[Tensor, Tensor]:
     _, heads, key_dim, value_dim = state.shape
     rows, updates = mixed.shape[0], pending_keys.shape[2]
-    config = CONFIGS[row_class(rows)]
+    config = config_for(rows, heads)
     values = min(config.values, value_dim)
     blocks = value_dim // values
     out = torch.empty((rows, heads * value_dim), dtype=mixed.dtype, device=mixed.device)
     squares = torch.empty((rows * heads, blocks), dtype=torch.float32, device=mixed.device)
-    parts = 2 if mixed.dtype == torch.bfloat16 else 1
-    solved = torch.empty((parts, rows, heads, config.chunk), dtype=mixed.dtype, device=mixed.device)
-    pairs = torch.empty_like(solved)
-    factors = torch.empty((rows, heads, FACTORS.value), dtype=torch.float32, device=mixed.device)
     common = {"HEADS": heads, "KEY_HEADS": key_heads, "K": key_dim, "V": value_dim, "ROWS": row_vector(rows)}
-    common |= {"LONG": config.long, "CHUNK": config.chunk, "PARTS": parts, "EARLY": starts_early()}
-    inputs = mixed, gates, a_log, dt_bias, state, pending_keys, pending, positions, slots, norm_weight
-    arguments = *inputs, solved, pairs, factors, out, squares, rows
+    common["EARLY"] = starts_early()
+    of_gates, of_state = (gates, a_log, dt_bias), (state, pending_keys, pending, positions, slots, norm_weight)
     runs = config.runs
     if runs is not None:
+        parts = 2 if mixed.dtype == torch.bfloat16 else 1
+        solved = torch.empty((parts, rows, heads, runs.chunk), dtype=mixed.dtype, device=mixed.device)
+        pairs = torch.empty_like(solved)
+        factors = torch.empty((rows, heads, FACTORS.value), dtype=torch.float32, device=mixed.device)
+        in_chunks = common | {"LONG": runs.long, "CHUNK": runs.chunk, "PARTS": parts}
         launcher(delta_solve_rows_early)[(heads, runs.solving_programs)](
-            mixed, gates, a_log, dt_bias, slots, solved, pairs, factors, rows, num_warps=runs.solving_warps, **common
+            mixed, *of_gates, slots, solved, pairs, factors, rows, num_warps=runs.solving_warps, **in_chunks
         )
         grid = blocks, heads, runs.programs
-        launcher(delta_run_rows_early)[grid](*arguments, BLOCK=values, P=updates, num_warps=runs.warps, **common)
+        launcher(delta_run_rows_early)[grid](
+            mixed,
+            *of_state,
+            solved,
+            pairs,
+            factors,
+            out,
+            squares,
+            rows,
+            BLOCK=values,
+            P=updates,
+            num_warps=runs.warps,
+            **in_chunks,
+        )
     # Launched after the kernels for long runs: programs that have only rows of long runs end while those kernels still work.
     grid = blocks, heads, torch.sym_min(rows, MAX_PROGRAMS)
+    long = 0 if runs is None else runs.long
     launcher(delta_rows_early)[grid](
-        *arguments, BLOCK=values, P=updates, ALL=runs is None, num_warps=config.warps, **common
+        mixed,
+        *of_gates,
+        *of_state,
+        out,
+        squares,
+        rows,
+        BLOCK=values,
+        P=updates,
+        LONG=long,
+        num_warps=config.warps,
+        **common,
     )
     return out, squares
 
@@ -175,9 +207,6 @@ def delta_rows_early(
     positions: tl.tensor,
     slots: tl.tensor,
     norm_weight: tl.tensor,
-    solved: tl.tensor,
-    pairs: tl.tensor,
-    factors: tl.tensor,
     out: tl.tensor,
     squares: tl.tensor,
     rows: tl.tensor,
@@ -189,14 +218,11 @@ def delta_rows_early(
     P: tl.constexpr,
     ROWS: tl.constexpr,
     LONG: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PARTS: tl.constexpr,
-    ALL: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Program (block of values, head, z) takes the runs that begin with rows z, z + Z, ..., Z being the size of the grid.
 
-    It takes only short runs, unless ALL.
+    It takes runs of less than LONG rows; all if LONG is 0.
     """
     start_next(EARLY)
     rows = tl.cast(rows, tl.int32)
@@ -223,7 +249,7 @@ def delta_rows_early(
             others = tl.load(slots + every, mask=every < rows, other=-1)
             # A slot has one run.
             length = tl.sum((filled & (others == slot)).to(tl.int32), 0)
-            short = length < LONG
+            short = (length < LONG) | (LONG == 0)
             # A session's first row writes the state: what is stored there is another session's.
             if old & short & (length == 1) & (count < P):
                 held = load_pending(keys, updates, count, values, K, V, P)
@@ -249,11 +275,6 @@ def delta_rows_early(
                         )[0]
                     tl.store(cells, s, mask=filled)
                     store_count(updates, 0, filled, BLOCK, V, P)
-                elif ALL:
-                    take_run(
-                        of_head, keys, updates, count, fresh, mixed, gates, solved, pairs, factors, out, squares, rows, first,
-                        end, head, values, rate, bias, norm, HEADS, KEY_HEADS, K, V, P, CHUNK, False, PARTS, False,
-                    )  # fmt: skip
 
 
 @triton.jit

@@ -136,7 +136,7 @@ def experts_down_early(
         choice, _ = choice_units(i * UNITS, LANE, UNITS, WIDTH)
         share = of_choice(shares, choice, i * UNITS, UNITS, WIDTH)
         sums = multiply_tile(sums, tiles[i], inputs[i], share, GROUP, ROWS, LANE, INTEGER, SCALE, BITS, MINIMUM)
-    totals, _ = sum_rows(sums, tl.zeros([32 * WARPS], tl.float32), ROWS, WARPS)
+    totals, _ = sum_rows(sums, zeros(1, 32 * WARPS), ROWS, WARPS)
     tl.store(out + row, (total.to(tl.float32) + totals).to(out.dtype.element_ty), mask=mine)
 
 

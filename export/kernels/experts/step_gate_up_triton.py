@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
-from ostinato.export.kernels.linear.step_kernels_triton import (
+from ostinato.export.kernels.linear.step_products_triton import (
     normed_totals,
     paired_rows,
     squares_and_normed,
@@ -237,6 +237,6 @@ def store_swiglu(
         square, normed = squares_and_normed(x[i], norms[i])
         squares += sum_lane(square, LANE, 32 * WARPS)
         sums = multiply_tile(sums, tiles[i], normed, 1.0, GROUP, 2 * ROWS, LANE, INTEGER, SCALE, BITS, MINIMUM)
-    totals = swiglu(normed_totals(sums, squares, SIZE, EPS, 2 * ROWS, WARPS))
+    totals = swiglu(normed_totals(sums, (squares,), SIZE, EPS, 2 * ROWS, WARPS))
     row, mine = paired_rows(0, ROWS, ROWS)
     tl.store(hidden + row, totals.to(hidden.dtype.element_ty), mask=mine)

@@ -24,7 +24,7 @@ from ostinato.export.kernels.early_start_triton import start_next
 from ostinato.export.kernels.launch import at_most, launcher, pointers, starts_early
 from ostinato.export.kernels.operands import FEW_ROWS, FOUR_ROWS, STEP_ROWS, Convolution, Norm, RowIndex, Weight
 
-from .rows_direct_floats_triton import direct_floats_rows_early
+from .rows_direct_floats_triton import TURN, direct_floats_rows_early
 from .rows_direct_int4_triton import STRETCH, direct_rows_early
 from .rows_direct_integers_triton import direct_integers_rows_early, store_operands
 from .rows_prepare_triton import prepared_blocks, store_planes
@@ -37,11 +37,8 @@ MAX_WARPS = 8
 TILE = 16
 # Rows of gates per program.
 GATE_ROWS = 4
-# Most weight rows. More are more programs than a GPU has room for at once: for 2 rows 248,320 x 2,048 takes 124 us, and in
-# `rows_fixed_triton`, whose programs load weights all the time, 101 (one H100, 2026-11-27).
-MOST_ROWS = 32768
-# Turns of bfloat16 weights that a warp loads ahead.
-AHEAD = 8
+# Turns of bfloat16 weights that a warp loads ahead: all of them, if they are few.
+AHEAD, ALL_AHEAD = 8, 14
 # Products with other integers have at most MOST_TURNS turns under way, and fewer unless all programs have room at once.
 MOST_TURNS, H100_REGISTERS = 8, 132 * 65536
 # Blocks of a row that a program prepares where there is no norm.
@@ -51,7 +48,7 @@ PREPARED_BLOCKS = 16
 def takes_direct(x: Tensor, weight: Weight) -> bool:
     """Whether the kernels take rows x [R, K] and a weight [N, K]."""
     form, k, size = weight.format, weight.columns, STRETCH.value * BLOCK.value
-    if x.dtype != torch.bfloat16 or weight.rows > MOST_ROWS or k % BLOCK.value:
+    if x.dtype != torch.bfloat16 or k % BLOCK.value:
         return False
     if form is None:
         return weight.values.dtype == torch.bfloat16 and at_most(x.shape[0], FEW_ROWS)
@@ -124,7 +121,7 @@ class IntegersConfig:
         if turns <= MOST_TURNS and programs * 32 * warps * registers <= H100_REGISTERS:
             return cls(warps, turns)
         if turns > MOST_TURNS:
-            # In 128 registers, so that all programs of 4,096 outputs have room: with minima 2 turns for up to 8 rows take 164.
+            # In 128 registers, so that all programs of 4,096 outputs have room: with minima 2 turns for 8 rows take 164.
             return cls(MAX_WARPS, 3 if columns == FOUR_ROWS else 2 if weight.minimum is None else 1)
         return cls(warps, 2 if columns == FOUR_ROWS or bits == 8 else 1)
 
@@ -236,6 +233,7 @@ class DirectProduct:
         }
         if self.floats:
             warps = MAX_WARPS if k > 1024 else MAX_WARPS // 2
+            turns = triton.cdiv(k // TURN.value, warps)
             launcher(direct_floats_rows_early)[(self._programs(TILE),)](
                 *pointers(prepared[0], weight.values, *optional),
                 out,
@@ -243,7 +241,7 @@ class DirectProduct:
                 ROWS=TILE,
                 COLUMNS=columns,
                 WARPS=warps,
-                AHEAD=AHEAD,
+                AHEAD=turns if turns <= ALL_AHEAD else AHEAD,
                 num_warps=warps,
                 **constants,
             )
@@ -323,8 +321,8 @@ def prepare_direct_rows_early(
             of_row = tl.program_id(0) % rows
             gate = (tl.program_id(0) // rows - 1) * GATE_ROWS
             store_gates(
-                gated_ptr + of_row * GATES, x_ptr + of_row * K, norm_ptr, gates_ptr, gate, EPS, GATES, K, GATE_ROWS, WARPS,
-                256 * WARPS, 8, EARLY,
+                gated_ptr + of_row * GATES, x_ptr + of_row * K, 1, norm_ptr, gates_ptr, gate, EPS, GATES, K, GATE_ROWS, 1,
+                WARPS, 256 * WARPS, 8, EARLY,
             )  # fmt: skip
             return
     row = tl.program_id(0).to(tl.int64)

@@ -2,8 +2,8 @@
 
 Bfloat16 rows and int4 weights in groups of 128, with K a multiple of 256, are multiplied in *fixed point*, by two kernels.
 One writes the rows in the form that the product reads, normed if there is a norm. The other computes the product and the
-operations behind it. Up to FOUR_ROWS rows have a product of another kind (`rows_direct_triton`), and so have up to STEP_ROWS
-rows with all other integers if K is a multiple of 128.
+operations behind it. One row goes to `step_triton`, and two mostly do. Up to FOUR_ROWS rows have a product of another kind
+(`rows_direct_triton`), and so have up to STEP_ROWS rows with all other integers if K is a multiple of 128.
 
 On an H200, 2026-11-23, in microseconds for 2, 8, 16, 32 and 64 rows: 12,288 x 2,048 takes 7.9, 8.0, 8.4, 12.9 and 15.5; with
 products in bfloat16 11.3, 11.6, 12.3, 15.9 and 16.4; dequantised for torch's product 30. 248,320 x 2,048 takes 76, 78, 79,
@@ -40,7 +40,7 @@ from ostinato.export.kernels.launch import (
     pointers,
     starts_early,
 )
-from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, RowIndex, Weight
+from ostinato.export.kernels.operands import TWO_ROWS, Convolution, HeadSquares, Norm, RowIndex, Weight
 
 from . import prefill_triton, rows_direct_triton, step_triton
 from .limits import check_weight
@@ -95,12 +95,12 @@ def columns_for(x: Tensor) -> int:
 
 
 def norm_linear(x: Tensor, norm: Norm, weight: Weight, out_dtype: torch.dtype) -> Tensor:
-    """See `reference.norm_linear`; all tensors contiguous and aligned to 16 bytes. `step_triton` takes a single row.
+    """See `reference.norm_linear`; all tensors contiguous and aligned to 16 bytes. Some rows go to `step_triton`.
 
     Raises:
         ExportError: see `check_weight`.
     """
-    if is_one(x.shape[0]):
+    if takes_step(x, weight, normed=True):
         return step_triton.norm_linear(x, norm, weight, out_dtype)
     check_weight(weight, x.dtype)
     if not _is_fused(x, weight):
@@ -109,12 +109,12 @@ def norm_linear(x: Tensor, norm: Norm, weight: Weight, out_dtype: torch.dtype) -
 
 
 def norm_swiglu(x: Tensor, norm: Norm, weight: Weight) -> Tensor:
-    """See `reference.norm_swiglu`; all tensors contiguous and aligned to 16 bytes. `step_triton` takes a single row.
+    """See `reference.norm_swiglu`; all tensors contiguous and aligned to 16 bytes. Some rows go to `step_triton`.
 
     Raises:
         ExportError: see `check_weight`.
     """
-    if is_one(x.shape[0]):
+    if takes_step(x, weight, normed=True):
         return step_triton.norm_swiglu(x, norm, weight)
     check_weight(weight, x.dtype)
     if not _is_fused(x, weight):
@@ -126,12 +126,12 @@ def norm_swiglu(x: Tensor, norm: Norm, weight: Weight) -> Tensor:
 def norm_linear_conv(
     x: Tensor, norm: Norm, weight: Weight, gates: Tensor, conv: Convolution, index: RowIndex
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.norm_linear_conv`; all tensors contiguous and aligned to 16 bytes. `step_triton` takes a single row.
+    """See `reference.norm_linear_conv`; all tensors contiguous and aligned to 16 bytes. Some rows go to `step_triton`.
 
     Raises:
         ExportError: see `check_weight`.
     """
-    if is_one(x.shape[0]):
+    if takes_step(x, weight, normed=True):
         return step_triton.norm_linear_conv(x, norm, weight, gates, conv, index)
     if takes_direct(x, weight):
         return rows_direct_triton.norm_linear_conv(x, norm, weight, gates, conv, index)
@@ -156,12 +156,12 @@ def norm_linear_gates(x: Tensor, norm: Norm, weight: Weight, gates: Tensor) -> t
 
 
 def linear_add(x: Tensor, weight: Weight, residual: Tensor, squares: HeadSquares | None = None) -> Tensor:
-    """See `reference.linear_add`; all tensors contiguous and aligned to 16 bytes. `step_triton` takes a single row.
+    """See `reference.linear_add`; all tensors contiguous and aligned to 16 bytes. Some rows go to `step_triton`.
 
     Raises:
         ExportError: see `check_weight`; also if K is not a multiple of the number of heads.
     """
-    if is_one(x.shape[0]):
+    if takes_step(x, weight, normed=False):
         return step_triton.linear_add(x, weight, residual, squares)
     check_weight(weight, x.dtype)
     heads = 0 if squares is None else _heads(x, squares)
@@ -170,6 +170,13 @@ def linear_add(x: Tensor, weight: Weight, residual: Tensor, squares: HeadSquares
         return (residual.float() + product.float()).to(residual.dtype)
     sums, eps = (None, 0.0) if squares is None else (squares.sums, squares.eps)
     return _product_add(x, sums, eps, heads, *weight.arguments, residual, columns_for(x))
+
+
+def takes_step(x: Tensor, weight: Weight, normed: bool) -> bool:
+    """Whether rows x, two at most, go to the kernels of a single row. Behind a norm, int4 weights in groups of 128 have a
+    faster product: a single row's kernels convert both rows to fixed point in each program."""
+    direct = normed and in_fixed_point(weight) and takes_direct(x, weight)
+    return is_one(x.shape[0]) or (at_most(x.shape[0], TWO_ROWS) and not direct)
 
 
 def _is_fused(x: Tensor, weight: Weight) -> bool:

@@ -1,8 +1,11 @@
 # mypy: allow-untyped-defs
-"""The kernels of `step_triton`, composed of the functions in `step_tiles_triton`.
+"""The kernels of `step_triton`, composed of the functions in `step_products_triton` and `step_tiles_triton`.
 
 GROUP is 0 for weights in a floating dtype; then `scale_ptr` is not read. `minimum_ptr` is not read unless MINIMUM is true,
 `bias_ptr` not unless BIAS is true.
+
+x has `rows` rows, at most INPUTS. A program multiplies its weights by all of them: it has the sums of its weight rows for the
+first input, then those for the next (`lane_rows`, `lane_input`). A row's sums are the same bits for every INPUTS.
 """
 
 from __future__ import annotations
@@ -12,15 +15,27 @@ import triton.language as tl
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 
+from .step_products_triton import (
+    has_gate,
+    head_factor,
+    load_bias,
+    load_inputs,
+    norm_products,
+    normed_heads,
+    normed_totals,
+    of_input,
+    of_neighbours,
+    paired_rows,
+    row_of_x,
+    swiglu,
+)
 from .step_tiles_triton import (
-    exchange,
     extended,
+    lane_input,
     lane_rows,
-    load_input,
     load_norm,
     load_tile,
     multiply_tile,
-    sum_lane,
     sum_rows,
     tile_units,
     zeros,
@@ -36,6 +51,7 @@ def norm_linear_early(
     minimum_ptr,
     bias_ptr,
     out_ptr,
+    rows,
     EPS: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -44,6 +60,7 @@ def norm_linear_early(
     MINIMUM: tl.constexpr,
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,
+    INPUTS: tl.constexpr,
     WARPS: tl.constexpr,
     UNITS: tl.constexpr,
     LANE: tl.constexpr,
@@ -53,17 +70,18 @@ def norm_linear_early(
     """`norm_linear`, ROWS weight rows per program."""
     start_next(EARLY)
     first_row = tl.program_id(0) * ROWS
-    row, mine = lane_rows(first_row, N, ROWS)
+    row, mine = lane_rows(first_row, N, ROWS, rows, INPUTS)
     stored = weight_ptr, scale_ptr, minimum_ptr
     tile = load_tile(stored, first_row, 0, N, K, GROUP, ROWS, UNITS, 0, BITS, MINIMUM)
     norm = load_norm(norm_ptr, 0, K, GROUP, UNITS, BITS)
     bias = load_bias(bias_ptr, row, mine, BIAS)
     wait_for_previous(EARLY)
     sums, squares = norm_products(
-        tile, norm, x_ptr, norm_ptr, stored, first_row, N, K, GROUP, ROWS, WARPS, UNITS, LANE, INTEGER, BITS, MINIMUM
-    )
+        tile, norm, x_ptr, rows, norm_ptr, stored, first_row, N, K, GROUP, ROWS, INPUTS, WARPS, UNITS, LANE, INTEGER, BITS,
+        MINIMUM,
+    )  # fmt: skip
     totals = normed_totals(sums, squares, K, EPS, ROWS, WARPS) + bias
-    tl.store(out_ptr + row, totals.to(out_ptr.dtype.element_ty), mask=mine)
+    tl.store(out_ptr + lane_input(INPUTS) * N + row, totals.to(out_ptr.dtype.element_ty), mask=mine)
 
 
 @triton.jit
@@ -75,6 +93,7 @@ def norm_swiglu_early(
     minimum_ptr,
     bias_ptr,
     out_ptr,
+    rows,
     EPS: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -83,6 +102,7 @@ def norm_swiglu_early(
     MINIMUM: tl.constexpr,
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,
+    INPUTS: tl.constexpr,
     WARPS: tl.constexpr,
     UNITS: tl.constexpr,
     LANE: tl.constexpr,
@@ -92,33 +112,18 @@ def norm_swiglu_early(
     """`norm_swiglu` with N outputs, ROWS per program. An output has a gate row, and the up row N rows after the gate row."""
     start_next(EARLY)
     first_row = tl.program_id(0) * ROWS
-    row, mine = paired_rows(first_row, N, ROWS)
+    row, mine = paired_rows(first_row, N, ROWS, rows, INPUTS)
     stored = weight_ptr, scale_ptr, minimum_ptr
     tile = load_tile(stored, first_row, 0, 2 * N, K, GROUP, 2 * ROWS, UNITS, N, BITS, MINIMUM)
     norm = load_norm(norm_ptr, 0, K, GROUP, UNITS, BITS)
-    bias = load_bias(bias_ptr, tl.where(tl.arange(0, 32) < 16, row, row - ROWS + N), row < 2 * N, BIAS)
+    bias = load_bias(bias_ptr, tl.where(has_gate(INPUTS), row, row - ROWS + N), row < 2 * N, BIAS)
     wait_for_previous(EARLY)
     sums, squares = norm_products(
-        tile,
-        norm,
-        x_ptr,
-        norm_ptr,
-        stored,
-        first_row,
-        2 * N,
-        K,
-        GROUP,
-        2 * ROWS,
-        WARPS,
-        UNITS,
-        LANE,
-        INTEGER,
-        BITS,
-        MINIMUM,
-        N,
-    )
-    totals = swiglu(normed_totals(sums, squares, K, EPS, 2 * ROWS, WARPS) + bias)
-    tl.store(out_ptr + row, totals.to(out_ptr.dtype.element_ty), mask=mine)
+        tile, norm, x_ptr, rows, norm_ptr, stored, first_row, 2 * N, K, GROUP, 2 * ROWS, INPUTS, WARPS, UNITS, LANE, INTEGER,
+        BITS, MINIMUM, N,
+    )  # fmt: skip
+    totals = swiglu(normed_totals(sums, squares, K, EPS, 2 * ROWS, WARPS) + bias, INPUTS)
+    tl.store(out_ptr + lane_input(INPUTS) * N + row, totals.to(out_ptr.dtype.element_ty), mask=mine)
 
 
 @triton.jit
@@ -136,6 +141,7 @@ def norm_linear_conv_early(
     slots_ptr,
     mixed_ptr,
     gated_ptr,
+    rows,
     EPS: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -147,6 +153,7 @@ def norm_linear_conv_early(
     CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,
     ROWS: tl.constexpr,
+    INPUTS: tl.constexpr,
     WARPS: tl.constexpr,
     UNITS: tl.constexpr,
     LANE: tl.constexpr,
@@ -162,26 +169,21 @@ def norm_linear_conv_early(
     program = tl.program_id(0)
     if program >= BLOCKS:
         store_gates(
-            gated_ptr,
-            x_ptr,
-            norm_ptr,
-            gates_ptr,
-            (program - BLOCKS) * GATE_ROWS,
-            EPS,
-            GATES,
-            K,
-            GATE_ROWS,
-            WARPS,
-            GATE_UNITS,
-            GATE_LANE,
-            EARLY,
-        )
+            gated_ptr, x_ptr, rows, norm_ptr, gates_ptr, (program - BLOCKS) * GATE_ROWS, EPS, GATES, K, GATE_ROWS, INPUTS,
+            WARPS, GATE_UNITS, GATE_LANE, EARLY,
+        )  # fmt: skip
     else:
         first_row = program * ROWS
-        row, mine = lane_rows(first_row, N, ROWS)
+        row, mine = lane_rows(first_row, N, ROWS, rows, INPUTS)
+        row_of_x = lane_input(INPUTS)
         convolved = mine & (row < CHANNELS)
-        slot = tl.load(slots_ptr)
-        fresh = tl.load(positions_ptr) == 0
+        if INPUTS > 1:
+            slot = tl.load(slots_ptr + row_of_x, mask=row_of_x < rows, other=-2)
+            position = tl.load(positions_ptr + row_of_x, mask=row_of_x < rows, other=0)
+        else:
+            slot = tl.load(slots_ptr)
+            position = tl.load(positions_ptr)
+        offset, last = place_in_run(slots_ptr, slot, rows, INPUTS)
         taps = ()
         inputs = ()
         for tap in tl.static_range(TAPS):
@@ -191,47 +193,61 @@ def norm_linear_conv_early(
         norm = load_norm(norm_ptr, 0, K, GROUP, UNITS, BITS)
         bias = load_bias(bias_ptr, row, mine, BIAS)
         # The state is loaded after the weights, which need not wait for the slot.
-        state_ptr += tl.maximum(slot, 0) * (TAPS - 1) * CHANNELS
+        cells = state_ptr + (tl.maximum(slot, 0) * ((TAPS - 1) * CHANNELS) + row)
         for tap in tl.static_range(TAPS - 1):
-            inputs = extended(inputs, tl.load(state_ptr + tap * CHANNELS + row, mask=convolved, other=0.0))
+            here = convolved if INPUTS == 1 else convolved & (offset + tap < TAPS - 1)
+            inputs = extended(inputs, tl.load(cells + (tap + offset) * CHANNELS, mask=here, other=0.0))
         wait_for_previous(EARLY)
         sums, squares = norm_products(
-            tile,
-            norm,
-            x_ptr,
-            norm_ptr,
-            stored,
-            first_row,
-            N,
-            K,
-            GROUP,
-            ROWS,
-            WARPS,
-            UNITS,
-            LANE,
-            INTEGER,
-            BITS,
-            MINIMUM,
-        )
+            tile, norm, x_ptr, rows, norm_ptr, stored, first_row, N, K, GROUP, ROWS, INPUTS, WARPS, UNITS, LANE, INTEGER,
+            BITS, MINIMUM,
+        )  # fmt: skip
         totals = normed_totals(sums, squares, K, EPS, ROWS, WARPS) + bias
         newest = totals.to(mixed_ptr.dtype.element_ty)
         mixed = newest.to(tl.float32) * taps[TAPS - 1].to(tl.float32)
-        kept = convolved & (slot >= 0)
+        kept = convolved & (slot >= 0) & last
         for tap in tl.static_range(TAPS - 1):
-            past = tl.where(fresh, 0.0, inputs[tap].to(tl.float32))
+            past = tl.where(position > offset, inputs[tap].to(tl.float32), 0.0)
+            if INPUTS > 1:
+                past = tl.where(
+                    offset + tap < TAPS - 1, past, of_earlier(newest, TAPS - 1 - tap, INPUTS).to(tl.float32)
+                )
             mixed += past * taps[tap].to(tl.float32)
             if tap > 0:
                 moved = past.to(state_ptr.dtype.element_ty)
-                tl.store(state_ptr + (tap - 1) * CHANNELS + row, moved, mask=kept)
-        tl.store(state_ptr + (TAPS - 2) * CHANNELS + row, newest, mask=kept)
+                tl.store(cells + (tap - 1) * CHANNELS, moved, mask=kept)
+        tl.store(cells + (TAPS - 2) * CHANNELS, newest, mask=kept)
         mixed = tl.where(row < CHANNELS, mixed * tl.sigmoid(mixed), newest.to(tl.float32))
-        tl.store(mixed_ptr + row, mixed.to(mixed_ptr.dtype.element_ty), mask=mine)
+        tl.store(mixed_ptr + row_of_x * N + row, mixed.to(mixed_ptr.dtype.element_ty), mask=mine)
+
+
+@triton.jit
+def place_in_run(slots_ptr, slot, rows, INPUTS: tl.constexpr):
+    """How many rows of its run stand before a lane's input, and whether it is the last of its run: 0 and True for one."""
+    offset = 0
+    last = True
+    if INPUTS > 1:
+        mine = lane_input(INPUTS)
+        offset = tl.zeros([32], tl.int32)
+        for other in tl.static_range(INPUTS):
+            same = tl.load(slots_ptr + other, mask=other < rows, other=-2) == slot
+            offset += (same & (other < mine)).to(tl.int32)
+            last = last & ~(same & (other > mine))
+    return offset, last
+
+
+@triton.jit
+def of_earlier(x, DISTANCE: tl.constexpr, INPUTS: tl.constexpr):
+    """x [32] of the same row for the input DISTANCE before a lane's; arbitrary if there is none."""
+    lane = tl.maximum(tl.arange(0, 32) - DISTANCE * (32 // INPUTS), 0)
+    return tl.reshape(tl.gather(x[None, :], lane[None, :], 1), [32])
 
 
 @triton.jit
 def store_gates(
     gated_ptr,
     x_ptr,
+    rows,
     norm_ptr,
     gates_ptr,
     first_row,
@@ -239,6 +255,7 @@ def store_gates(
     N: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
+    INPUTS: tl.constexpr,
     WARPS: tl.constexpr,
     UNITS: tl.constexpr,
     LANE: tl.constexpr,
@@ -248,15 +265,15 @@ def store_gates(
 
     Not a part of the kernel, where the same names would have two types.
     """
-    row, mine = lane_rows(first_row, N, ROWS)
+    row, mine = lane_rows(first_row, N, ROWS, rows, INPUTS)
     stored = gates_ptr, gates_ptr, gates_ptr
     tile = load_tile(stored, first_row, 0, N, K, 0, ROWS, UNITS)
     norm = load_norm(norm_ptr, 0, K, 0, UNITS)
     wait_for_previous(EARLY)
     sums, squares = norm_products(
-        tile, norm, x_ptr, norm_ptr, stored, first_row, N, K, 0, ROWS, WARPS, UNITS, LANE, False
+        tile, norm, x_ptr, rows, norm_ptr, stored, first_row, N, K, 0, ROWS, INPUTS, WARPS, UNITS, LANE, False
     )
-    tl.store(gated_ptr + row, normed_totals(sums, squares, K, EPS, ROWS, WARPS), mask=mine)
+    tl.store(gated_ptr + lane_input(INPUTS) * N + row, normed_totals(sums, squares, K, EPS, ROWS, WARPS), mask=mine)
 
 
 @triton.jit
@@ -269,6 +286,7 @@ def linear_add_early(
     residual_ptr,
     squares_ptr,
     out_ptr,
+    rows,
     EPS: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -279,6 +297,7 @@ def linear_add_early(
     HEADS: tl.constexpr,
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
+    INPUTS: tl.constexpr,
     WARPS: tl.constexpr,
     UNITS: tl.constexpr,
     LANE: tl.constexpr,
@@ -292,157 +311,39 @@ def linear_add_early(
     SCALE: tl.constexpr = scale_ptr.dtype.element_ty
     start_next(EARLY)
     first_row = tl.program_id(0) * ROWS
-    row, mine = lane_rows(first_row, N, ROWS)
+    row, mine = lane_rows(first_row, N, ROWS, rows, INPUTS)
+    at = lane_input(INPUTS) * N + row
     stored = weight_ptr, scale_ptr, minimum_ptr
     tile = load_tile(stored, first_row, 0, N, K, GROUP, ROWS, UNITS, 0, BITS, MINIMUM)
     bias = load_bias(bias_ptr, row, mine, BIAS)
     wait_for_previous(EARLY)
-    residual = tl.load(residual_ptr + row, mask=mine, other=0.0).to(tl.float32)
-    sums = zeros(ROWS, 32 * WARPS)
+    residual = tl.load(residual_ptr + at, mask=mine, other=0.0).to(tl.float32)
+    sums = zeros(INPUTS * ROWS, 32 * WARPS)
     for start in tl.static_range(0, ROW, UNITS):
-        x = load_input(x_ptr, start, K, GROUP, UNITS, BITS)
+        x = load_inputs(x_ptr, rows, start, K, GROUP, INPUTS, UNITS, BITS)
         following = tile
         if start + UNITS < ROW:
             following = load_tile(stored, first_row, start + UNITS, N, K, GROUP, ROWS, UNITS, 0, BITS, MINIMUM)
-        lane_factor = 1.0
-        if HEADS > 0 and K // HEADS % SPAN == 0:
-            unit, inside = tile_units(start, LANE, K, GROUP, UNITS, BITS)
-            element = unit * (32 // BITS) if GROUP > 0 else unit
-            lane_factor = head_factor(squares_ptr, element, inside, EPS, K // HEADS, PARTS)
-            if GROUP == 0:
-                # A lane may have several stretches of neighbouring units, and so several factors.
-                x = (x[0] * of_neighbours(lane_factor, LANE),)
-                lane_factor = 1.0
-        elif HEADS > 0:
-            x = normed_heads(x, squares_ptr, start, EPS, K, GROUP, BITS, HEADS, PARTS, UNITS)
-        sums = multiply_tile(sums, tile, x, lane_factor, GROUP, ROWS, LANE, INTEGER, SCALE, BITS, MINIMUM)
+        added = ()
+        for i in tl.static_range(INPUTS):
+            squares = squares_ptr if HEADS == 0 else squares_ptr + row_of_x(i, rows) * (HEADS * PARTS)
+            one = of_input(x, i, INPUTS)
+            lane_factor = 1.0
+            if HEADS > 0 and K // HEADS % SPAN == 0:
+                unit, inside = tile_units(start, LANE, K, GROUP, UNITS, BITS)
+                element = unit * (32 // BITS) if GROUP > 0 else unit
+                lane_factor = head_factor(squares, element, inside, EPS, K // HEADS, PARTS)
+                if GROUP == 0:
+                    # A lane may have several stretches of neighbouring units, and so several factors.
+                    one = (one[0] * of_neighbours(lane_factor, LANE),)
+                    lane_factor = 1.0
+            elif HEADS > 0:
+                one = normed_heads(one, squares, start, EPS, K, GROUP, BITS, HEADS, PARTS, UNITS)
+            added = added + multiply_tile(
+                of_input(sums, i, INPUTS), tile, one, lane_factor, GROUP, ROWS, LANE, INTEGER, SCALE, BITS, MINIMUM
+            )
+        sums = added
         tile = following
-    totals, _ = sum_rows(sums, tl.zeros([32 * WARPS], tl.float32), ROWS, WARPS)
+    totals, _ = sum_rows(sums, zeros(INPUTS, 32 * WARPS), INPUTS * ROWS, WARPS)
     totals += residual + bias
-    tl.store(out_ptr + row, totals.to(out_ptr.dtype.element_ty), mask=mine)
-
-
-@triton.jit
-def of_neighbours(x, LANE: tl.constexpr):
-    """[UNITS / LANE] -> [UNITS]: each value repeated for LANE neighbours."""
-    wide = tl.broadcast_to(tl.expand_dims(x, 1), [x.shape[0], LANE])
-    return tl.reshape(wide, [x.shape[0] * LANE])
-
-
-@triton.jit
-def normed_heads(
-    x,
-    squares_ptr,
-    START: tl.constexpr,
-    EPS: tl.constexpr,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-    HEADS: tl.constexpr,
-    PARTS: tl.constexpr,
-    UNITS: tl.constexpr,
-):
-    """The tiles x of `load_input`, each element times the factor of its own head."""
-    unit, inside = tile_units(START, 1, K, GROUP, UNITS, BITS)
-    normed = ()
-    for i in tl.static_range(len(x)):
-        if GROUP > 0 and BITS == 8:
-            element = unit * 4 + i
-        elif GROUP > 0:
-            element = unit // 8 * 64 + unit % 8 * 4 + i % 2 * 32 + i // 2
-        else:
-            element = unit
-        normed = extended(normed, x[i] * head_factor(squares_ptr, element, inside, EPS, K // HEADS, PARTS))
-    return normed
-
-
-@triton.jit
-def head_factor(squares_ptr, element, inside, EPS: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr):
-    """1 / rms of the head in which each `element` lies; a head has SIZE elements."""
-    square = tl.load(squares_ptr + element // SIZE * PARTS, mask=inside, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        square += tl.load(squares_ptr + element // SIZE * PARTS + part, mask=inside, other=0.0)
-    return tl.rsqrt(square / SIZE + EPS)
-
-
-@triton.jit
-def load_bias(bias_ptr, row, mine, BIAS: tl.constexpr):
-    """The bias of the rows, float32; 0 without BIAS."""
-    return tl.load(bias_ptr + row, mask=mine, other=0.0).to(tl.float32) if BIAS else 0.0
-
-
-@triton.jit
-def norm_products(
-    tile,
-    norm,
-    x_ptr,
-    norm_ptr,
-    stored,
-    first_row,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    WARPS: tl.constexpr,
-    UNITS: tl.constexpr,
-    LANE: tl.constexpr,
-    INTEGER: tl.constexpr,
-    BITS: tl.constexpr = 4,
-    MINIMUM: tl.constexpr = False,
-    APART: tl.constexpr = 0,
-):
-    """Each lane's sums over its units: of weight * norm * x for each row, and of x^2; tensors [32 WARPS].
-
-    `tile` and `norm` are what the caller has loaded for the first tile.
-    """
-    ROW: tl.constexpr = K * BITS // 32 if GROUP > 0 else K
-    SCALE: tl.constexpr = stored[1].dtype.element_ty
-    sums = zeros(ROWS, 32 * WARPS)
-    squares = tl.zeros([32 * WARPS], tl.float32)
-    for start in tl.static_range(0, ROW, UNITS):
-        x = load_input(x_ptr, start, K, GROUP, UNITS, BITS)
-        following = tile
-        following_norm = norm
-        if start + UNITS < ROW:
-            after = start + UNITS
-            following = load_tile(stored, first_row, after, N, K, GROUP, ROWS, UNITS, APART, BITS, MINIMUM)
-            following_norm = load_norm(norm_ptr, after, K, GROUP, UNITS, BITS)
-        square, scaled = squares_and_normed(x, norm)
-        squares += sum_lane(square, LANE, 32 * WARPS)
-        sums = multiply_tile(sums, tile, scaled, 1.0, GROUP, ROWS, LANE, INTEGER, SCALE, BITS, MINIMUM)
-        tile = following
-        norm = following_norm
-    return sums, squares
-
-
-@triton.jit
-def squares_and_normed(x, norm):
-    """Tiles x of `load_input` and norm of `load_norm` -> the sum of the squares of x, [UNITS], and the tiles x times norm."""
-    square = x[0] * x[0]
-    scaled = (x[0] * norm[0],)
-    for i in tl.static_range(1, len(x)):
-        square += x[i] * x[i]
-        scaled = extended(scaled, x[i] * norm[i])
-    return square, scaled
-
-
-@triton.jit
-def normed_totals(sums, squares, K: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr):
-    """The rows' products with the normed x, from the lanes' sums: [32], one row per lane as in `lane_rows`."""
-    totals, square = sum_rows(sums, squares, ROWS, WARPS)
-    return totals * tl.rsqrt(square / K + EPS)
-
-
-@triton.jit
-def paired_rows(first_row, N: tl.constexpr, ROWS: tl.constexpr):
-    """`lane_rows` for ROWS gates in lanes 0 to 15 and their ups in lanes 16 to 31. Only lanes 0 to 15 have results."""
-    row, mine = lane_rows(first_row, N, 2 * ROWS)
-    return row, mine & (tl.arange(0, 32) < 16)
-
-
-@triton.jit
-def swiglu(totals):
-    """silu(gate) * up, [32], for the lanes that have gates: see `paired_rows`."""
-    lane = tl.arange(0, 32)
-    ups = tl.reshape(exchange(totals[None, :], lane[None, :], 16), [32])
-    return totals * tl.sigmoid(totals) * ups
+    tl.store(out_ptr + at, totals.to(out_ptr.dtype.element_ty), mask=mine)

@@ -240,20 +240,21 @@ def sum_lane(x, LANE: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def sum_rows(sums, squares, ROWS: tl.constexpr, WARPS: tl.constexpr):
-    """The sums over all lanes of ROWS tiles [32 WARPS], and of one more tile, `squares`: two tensors [32].
+    """The sums over all lanes of ROWS tiles [32 WARPS], and of `squares`, one tile for each input: two tensors [32].
 
-    In the first, lane l has the total of row `l * ROWS // 32`; in the second, all lanes have the same total. Each iteration
-    halves the rows that a lane has, so that n rows take n shuffles and not 5 n. Then all warps' sums go through shared memory
-    at once, with one barrier.
+    In the first, lane l has the total of tile `l * ROWS // 32`; in the second, that of `l * INPUTS // 32`. Each iteration
+    halves the tiles that a lane has, so that n tiles take n shuffles and not 5 n. Then all warps' sums go through shared
+    memory at once, with one barrier.
     """
+    INPUTS: tl.constexpr = len(squares)
     tl.static_assert(ROWS <= 32)
     lane = tl.broadcast_to(tl.arange(0, 32)[None, :], [WARPS, 32])
     rows = by_warp(sums, ROWS, WARPS)
-    square = tl.reshape(squares, [WARPS, 32])
+    square = by_warp(squares, INPUTS, WARPS)
     for step in tl.static_range(5):
         rows = halved(rows, lane, 16 >> step, ROWS >> step)
-        square += exchange(square, lane, 16 >> step)
-    return sum_warps(rows[0], square, WARPS)
+        square = halved(square, lane, 16 >> step, INPUTS >> step)
+    return sum_warps(rows[0], square[0], WARPS)
 
 
 @triton.jit
@@ -315,8 +316,18 @@ def sum_warps(x, y, WARPS: tl.constexpr):
 
 
 @triton.jit
-def lane_rows(first_row, N: tl.constexpr, ROWS: tl.constexpr):
-    """The row whose total each lane has after `sum_rows`, and whether the lane is the first with this row: both [32]."""
+def lane_rows(first_row, N: tl.constexpr, ROWS: tl.constexpr, inputs=1, INPUTS: tl.constexpr = 1):
+    """The row whose total each lane has after `sum_rows` of ROWS tiles for each of INPUTS inputs, one input after the other,
+    and whether the lane is the first with this total, of one of the first `inputs` inputs: both [32]."""
     lane = tl.arange(0, 32)
-    row = first_row + lane * ROWS // 32
-    return row, (lane % (32 // ROWS) == 0) & (row < N)
+    row = first_row + lane * (ROWS * INPUTS) // 32 % ROWS
+    mine = (lane % (32 // (ROWS * INPUTS)) == 0) & (row < N)
+    if INPUTS > 1:
+        mine &= lane_input(INPUTS) < inputs
+    return row, mine
+
+
+@triton.jit
+def lane_input(INPUTS: tl.constexpr):
+    """The input whose total each lane has after `sum_rows`: [32], or 0 if there is one."""
+    return tl.arange(0, 32) * INPUTS // 32 if INPUTS > 1 else 0

@@ -1,4 +1,5 @@
-"""The linear layers of a decode step as Triton kernels that start early: they load weights while the kernel ahead still runs.
+"""The linear layers of a decode step, of one row or two, as Triton kernels that start early: they load weights while the
+kernel ahead still runs.
 
 A program computes a few rows of the output. Its warps lie along K, with 16 bytes of each row per thread, so that the rows
 share the cost of preparing x. The warps' sums are added once, with one barrier. A norm's 1 / rms is one factor for all of x.
@@ -15,8 +16,8 @@ import triton
 from torch import Tensor
 
 from ostinato.delegate.errors import ExportError
-from ostinato.export.kernels.launch import launcher, pointers, starts_early
-from ostinato.export.kernels.operands import Convolution, HeadSquares, Norm, RowIndex, Weight
+from ostinato.export.kernels.launch import is_one, launcher, pointers, starts_early
+from ostinato.export.kernels.operands import TWO_ROWS, Convolution, HeadSquares, Norm, RowIndex, Weight
 
 from .limits import check_weight
 from .step_kernels_triton import linear_add_early, norm_linear_conv_early, norm_linear_early, norm_swiglu_early
@@ -52,21 +53,26 @@ class StepConfig:
     gate_rows: int = 4
 
 
-def config_for(n: int, k: int, group: int, dtype: torch.dtype, bits: int = 4) -> StepConfig:
+def config_for(n: int, k: int, group: int, dtype: torch.dtype, bits: int = 4, inputs: int = 1) -> StepConfig:
     """The configuration for a weight [n, k] of integers of `bits` bits in groups of `group`; if `group` is 0, in `dtype`.
 
-    dtype: that of the inputs.
+    Args:
+        dtype: that of the inputs.
+        inputs: rows of the inputs, 1 or 2. A warp has a lane for each of a program's sums.
 
     There are enough warps for one tile to hold a whole row, so a program loads all its weights before the wait. There are as
     many rows as registers hold: in int4, 32 if a row is one tile with one scale per lane, else 16; in other dtypes, rows that
     fill 64 registers. Rows of eight-bit integers are twice as long, so there are 8. But enough programs must remain: for
     integers, 768 warps in all (about six per multiprocessor of an H200), in other dtypes 320 programs. A small weight of
-    integers has 8 warps, though some of their lanes may have nothing to do.
+    integers has 8 warps, though some of their lanes may have nothing to do; from 2,048 rows on 4, so that all programs have
+    room at once, but for one row of eight-bit integers, whose rows are longer: 4,096 x 4,096 in int4 g32 takes 5.7 us among a
+    layer's kernels, not 8.0, and in int8 g32 7.1, not 5.7 (one H100, 2026-11-27).
 
     On an H200, 12,288 x 2,048 in int4 takes 4.6 us with 32 rows, 5.3 with 16 and 6.3 with 8. 2,048 x 4,096 takes 2.6 us with
     8 rows and 8 warps, and 3.4 with 4 warps; 1,024 x 2,048 takes 1.9, and 2.2 with 4 warps. In bfloat16, 7,168 x 1,024 takes
     3.9 us with 16 rows and 4.2 with 8; 1,024 x 2,048 takes 2.3 us with 2 rows, 2.6 with 4 and 2.7 with 8.
     """
+    words = k * bits // 32
     if group == 0:
         pieces = triton.cdiv(k, 32 * units_per_lane(dtype))
         warps = min(8, triton.next_power_of_2(pieces))
@@ -75,16 +81,18 @@ def config_for(n: int, k: int, group: int, dtype: torch.dtype, bits: int = 4) ->
         while rows > 1 and n < 320 * rows:
             rows //= 2
     elif n <= 4096:
-        rows, warps, runs = 8, 8, 1
+        rows, warps, runs = 8, 8 if n <= 2048 or (bits == 8 and inputs == 1) else 4, 1
     else:
-        words = k * bits // 32
         warps = max(1, min(8, triton.next_power_of_2(words) // 128))
         runs = 1
         single = group == 128 and dtype == torch.bfloat16 and words <= 128 * warps
         rows = 8 if bits == 8 else 32 if single else 16
         while rows > 1 and n * warps < 768 * rows:
             rows //= 2
-    return StepConfig(rows, warps, runs)
+    if inputs > 1 and group > 0 and (dtype == torch.float32 or (n > 4096 and words > 128 * warps)):
+        # Registers run short.
+        rows = max(1, rows // (4 if dtype == torch.float32 else 2))
+    return StepConfig(min(rows, 32 // inputs), warps, runs)
 
 
 def norm_linear(x: Tensor, norm: Norm, weight: Weight, out_dtype: torch.dtype) -> Tensor:
@@ -111,16 +119,17 @@ def _norm_linear(
 ) -> Tensor:
     weight = Weight.of(values, scale, minimum, bias, form)
     n, k = weight.rows, weight.columns
-    config = config_for(n, k, weight.group_size or 0, x.dtype, bits_of(weight))
-    out = torch.empty((1, n), dtype=out_dtype, device=x.device)
+    config = config_for(n, k, weight.group_size or 0, x.dtype, bits_of(weight), inputs_of(x))
+    out = torch.empty((x.shape[0], n), dtype=out_dtype, device=x.device)
     launcher(norm_linear_early)[((n + config.rows - 1) // config.rows,)](
         x,
         norm_weight,
         *_pointers(weight),
         out,
+        x.shape[0],
         EPS=eps,
         N=n,
-        **_constants(weight, config, x.dtype),
+        **_constants(weight, config, x),
     )
     return out
 
@@ -148,18 +157,19 @@ def _norm_swiglu(
 ) -> Tensor:
     weight = Weight.of(values, scale, minimum, bias, form)
     n, k = weight.rows // 2, weight.columns
-    config = config_for(2 * n, k, weight.group_size or 0, x.dtype, bits_of(weight))
+    config = config_for(2 * n, k, weight.group_size or 0, x.dtype, bits_of(weight), inputs_of(x))
     # Half of a program's rows are gates, and no program has rows past the last gate.
     config = replace(config, rows=max(1, min(config.rows // 2, n & -n)))
-    out = torch.empty((1, n), dtype=x.dtype, device=x.device)
+    out = torch.empty((x.shape[0], n), dtype=x.dtype, device=x.device)
     launcher(norm_swiglu_early)[(n // config.rows,)](
         x,
         norm_weight,
         *_pointers(weight),
         out,
+        x.shape[0],
         EPS=eps,
         N=n,
-        **_constants(weight, config, x.dtype),
+        **_constants(weight, config, x),
     )
     return out
 
@@ -199,10 +209,10 @@ def _norm_linear_conv(
 ) -> tuple[Tensor, Tensor]:
     weight = Weight.of(values, scale, minimum, bias, form)
     n, k, gate_count = weight.rows, weight.columns, gates.shape[0]
-    config = config_for(n, k, weight.group_size or 0, x.dtype, bits_of(weight))
-    mixed = torch.empty((1, n), dtype=x.dtype, device=x.device)
-    gated = torch.empty((1, gate_count), dtype=torch.float32, device=x.device)
-    constants = _constants(weight, config, x.dtype)
+    config = config_for(n, k, weight.group_size or 0, x.dtype, bits_of(weight), inputs_of(x))
+    mixed = torch.empty((x.shape[0], n), dtype=x.dtype, device=x.device)
+    gated = torch.empty((x.shape[0], gate_count), dtype=torch.float32, device=x.device)
+    constants = _constants(weight, config, x)
     blocks = (n + config.rows - 1) // config.rows
     gate_blocks = (gate_count + config.gate_rows - 1) // config.gate_rows
     launcher(norm_linear_conv_early)[(blocks + gate_blocks,)](
@@ -216,6 +226,7 @@ def _norm_linear_conv(
         slots,
         mixed,
         gated,
+        x.shape[0],
         EPS=eps,
         N=n,
         GATES=gate_count,
@@ -238,9 +249,10 @@ def linear_add(x: Tensor, weight: Weight, residual: Tensor, squares: HeadSquares
     """
     check_weight(weight, x.dtype)
     sums, eps = (None, 0.0) if squares is None else (squares.sums, squares.eps)
-    if sums is not None and weight.columns % sums.shape[0]:
-        raise ExportError(f"an input of {weight.columns} elements cannot be divided into {sums.shape[0]} heads")
-    return _linear_add(x, *weight.arguments, residual, sums, eps)
+    heads = 0 if sums is None else int(sums.shape[0] // x.shape[0])
+    if heads and weight.columns % heads:
+        raise ExportError(f"an input of {weight.columns} elements cannot be divided into {heads} heads")
+    return _linear_add(x, *weight.arguments, residual, sums, eps, heads)
 
 
 @torch.library.triton_op("ostinato::linear_add", mutates_args={})
@@ -254,11 +266,11 @@ def _linear_add(
     residual: Tensor,
     squares: Tensor | None,
     eps: float,
+    heads: int,
 ) -> Tensor:
     weight = Weight.of(values, scale, minimum, bias, form)
     n, k = weight.rows, weight.columns
-    heads, parts = (0, 0) if squares is None else (squares.shape[0], squares.shape[1])
-    config = config_for(n, k, weight.group_size or 0, x.dtype, bits_of(weight))
+    config = config_for(n, k, weight.group_size or 0, x.dtype, bits_of(weight), inputs_of(x))
     out = torch.empty_like(residual)
     launcher(linear_add_early)[((n + config.rows - 1) // config.rows,)](
         x,
@@ -267,11 +279,12 @@ def _linear_add(
         # Not read if there are no heads.
         residual if squares is None else squares,
         out,
+        x.shape[0],
         EPS=eps,
         N=n,
         HEADS=heads,
-        PARTS=parts,
-        **_constants(weight, config, x.dtype),
+        PARTS=0 if squares is None else squares.shape[1],
+        **_constants(weight, config, x),
     )
     return out
 
@@ -297,14 +310,20 @@ def _pointers(weight: Weight) -> tuple[Tensor, ...]:
     return pointers(weight.values, weight.scale, weight.minimum, weight.bias)
 
 
-def _constants(weight: Weight, config: StepConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Compile-time constants of the kernels here; `dtype` is the inputs' dtype."""
+def inputs_of(x: Tensor) -> int:
+    """Rows that the kernels' code for x has room for."""
+    return 1 if is_one(x.shape[0]) else TWO_ROWS
+
+
+def _constants(weight: Weight, config: StepConfig, x: Tensor) -> dict[str, Any]:
+    """Compile-time constants of the kernels here."""
     return {
         "K": weight.columns,
         "BITS": bits_of(weight),
         "MINIMUM": weight.minimum is not None,
         "BIAS": weight.bias is not None,
         "ROWS": config.rows,
+        "INPUTS": inputs_of(x),
         "EARLY": starts_early(),
-        **tile_constants(weight, dtype, config.warps, config.runs, config.integer),
+        **tile_constants(weight, x.dtype, config.warps, config.runs, config.integer),
     }

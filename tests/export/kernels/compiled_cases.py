@@ -167,8 +167,6 @@ GROUPS = {
         complete=(80, 89, 90),
         # Chunks spill, on a 9.0 no more than 112 bytes in bfloat16: with smaller tiles they take longer.
         max_spilled={
-            ("delta_rows_early", "bf16"): 216,
-            ("delta_rows_early", "fp32"): 1560,
             ("delta_run_rows_early", "bf16"): 104,
             ("delta_run_rows_early", "fp32"): 520,
             ("delta_solve_rows_early", "fp32"): 216,
@@ -257,7 +255,7 @@ GROUPS = {
         complete=(90,),
     ),
     "linear_step_formats": Group(
-        launches=partial(linear_formats, rows=(1,)),
+        launches=partial(linear_formats, rows=(1, 2)),
         cases=(*((90, BF16, form) for form in GGUF_FORMATS), *((90, F32, form) for form in GGUF_FORMATS)),
         analysed=((90, BF16, GGUF_FORMATS[1]),),
         written={

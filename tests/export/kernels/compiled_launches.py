@@ -21,6 +21,7 @@ from ostinato.export.formats.int4_min import Int4Min
 from ostinato.export.formats.int8 import Int8
 from ostinato.export.kernels.cuda import CudaKernels
 from ostinato.export.kernels.delta_rule.rows_conv_triton import conv_rows
+from ostinato.export.kernels.linear import step_triton
 from ostinato.export.kernels.linear.prefill_triton import linear, unpack_int4_panels
 from ostinato.export.kernels.linear.rows_triton import norm_linear_gates
 from ostinato.export.kernels.operands import (
@@ -218,24 +219,27 @@ def linear_formats(capability: int, dtype: torch.dtype, form: Format, *, rows: t
 
 
 def linear_step(capability: int, dtype: torch.dtype) -> list[Launch]:
-    """Launch each operation at its shapes; weights that are not in int4 have a bias."""
+    """Launch each operation at its shapes, for one row and for two; weights that are not in int4 have a bias."""
     with recorded(capability) as launches:
+        for rows in (1, 2):
 
-        def operands(n: int, k: int, group: int | None) -> tuple[Tensor, Norm, Weight]:
-            bias = dtype if group is None else None
-            return empty(1, k, dtype=dtype), Norm(empty(k), EPS), weight(n, k, dtype=dtype, group=group, bias=bias)
+            def operands(n: int, k: int, group: int | None) -> tuple[Tensor, Norm, Weight]:
+                bias = dtype if group is None else None
+                matrix = weight(n, k, dtype=dtype, group=group, bias=bias)
+                return empty(rows, k, dtype=dtype), Norm(empty(k), EPS), matrix  # noqa: B023
 
-        for n, k, group in STEP_LINEAR[dtype]:
-            CudaKernels.norm_linear(*operands(n, k, group), F32 if n == VOCAB else dtype)
-        for n, k, group in STEP_SWIGLU[dtype]:
-            CudaKernels.norm_swiglu(*operands(n, k, group))
-        for n, k, group, channels, gates in STEP_CONV[dtype]:
-            conv = Convolution(empty(channels, 1, 4, dtype=dtype), empty(2, 3, channels, dtype=dtype))
-            CudaKernels.norm_linear_conv(*operands(n, k, group), empty(gates, k, dtype=dtype), conv, row_index(1))
-        for n, k, group, heads in STEP_ADD[dtype]:
-            x, _, matrix = operands(n, k, group)
-            squares = None if heads is None else HeadSquares(empty(heads, 2), EPS)
-            CudaKernels.linear_add(x, matrix, empty(1, n, dtype=dtype), squares)
+            for n, k, group in STEP_LINEAR[dtype]:
+                step_triton.norm_linear(*operands(n, k, group), F32 if n == VOCAB else dtype)
+            for n, k, group in STEP_SWIGLU[dtype]:
+                step_triton.norm_swiglu(*operands(n, k, group))
+            for n, k, group, channels, gates in STEP_CONV[dtype]:
+                conv = Convolution(empty(channels, 1, 4, dtype=dtype), empty(2, 3, channels, dtype=dtype))
+                projection = operands(n, k, group)
+                step_triton.norm_linear_conv(*projection, empty(gates, k, dtype=dtype), conv, row_index(rows))
+            for n, k, group, heads in STEP_ADD[dtype]:
+                x, _, matrix = operands(n, k, group)
+                squares = None if heads is None else HeadSquares(empty(rows * heads, 2), EPS)
+                step_triton.linear_add(x, matrix, empty(rows, n, dtype=dtype), squares)
     return launches
 
 
@@ -249,7 +253,7 @@ ROWS_ADD = {
         (2048, 4096, 128, 15, 32),
         (2048, 4096, 128, 65, 32),
         (5120, 17408, 128, 65, None),
-        (192, 256, 128, 2, 8),
+        (192, 256, 128, 3, 8),
         (192, 384, 32, 9, 6),
     ),
     F32: (),

@@ -121,24 +121,25 @@ class Form:
 
 def several_rows(
     values: int,
-    long: int,
+    long: int = 0,
     chunk: int = 16,
-    programs: int = 0,
+    programs: int = 1,
     runs: Mapping[str, Sequence[Run]] = CHUNKED_ROWS,
     shapes: Sequence[Shape] = ROWS_SHAPES[-1:] if DEVICE == "cuda" else ROWS_SHAPES[:1],
 ) -> Form:
     """The form for several rows in small blocks: heads are fewer here than a GPU's blocks have.
 
     Args:
-        values, long, chunk: see `DeltaConfig`.
-        programs: programs of the kernels for long runs. 0: these kernels are not used.
+        values: see `DeltaConfig`.
+        long, chunk, programs: see `RunsConfig`; without `long` no run is long.
     """
     # Tensor cores multiply no fewer than 16 rows.
     chunk = max(chunk, 16) if DEVICE == "cuda" else chunk
-    ahead = rows_triton.RunsConfig(warps=1, programs=programs, solving_warps=1, solving_programs=programs + 1)
-    config = rows_triton.DeltaConfig(values, warps=1, long=long, chunk=chunk, runs=ahead if programs else None)
-    configs = dict.fromkeys(rows_triton.CONFIGS, config)
-    settings = [(rows_triton, "CONFIGS", configs), (rows_triton, "MAX_PROGRAMS", 4)]
+    ahead = rows_triton.RunsConfig(
+        long, chunk, warps=1, programs=programs, solving_warps=1, solving_programs=programs + 1
+    )
+    config = rows_triton.DeltaConfig(values, warps=1, runs=ahead if long else None)
+    settings = [(rows_triton, "config_for", lambda *_: config), (rows_triton, "MAX_PROGRAMS", 4)]
     return Form(rows_triton.delta_rows, runs, shapes, settings=settings, chunk=chunk, every=2)
 
 
@@ -185,11 +186,10 @@ FORMS = {
     ),
     "rows": several_rows(16, long=4, programs=2, runs=ROWS, shapes=ROWS_SHAPES),
     "many rows": several_rows(16, long=4, programs=2, runs=CROWDS),
-    "rows one by one": several_rows(8, long=1000, runs={name: MIXTURES[name] for name in ("one run", "short runs")}),
+    "rows one by one": several_rows(8, runs={name: MIXTURES[name] for name in ("one run", "short runs")}),
     "rows in chunks": several_rows(16, long=1),
     "rows in chunks of 8": several_rows(16, long=2, chunk=8),
-    "rows solved ahead": several_rows(16, long=1, programs=1),
-    "rows solved ahead in chunks of 32": several_rows(8, long=2, chunk=32, programs=12),
+    "rows in chunks of 32": several_rows(8, long=2, chunk=32, programs=12),
     "C++": Form(None, DEEP_PROMPTS | LONG_MIXTURES, ODD_SHAPES, "cpu", pending=False),
 }
 if DEVICE == "cuda":

@@ -149,6 +149,11 @@ def beginnings(*counts: int) -> dict[str, Sequence[Run]]:
 
 FLOATS_MIXTURES = {name: runs for name, runs in MIXTURES.items() if rows_of(runs) <= 16}
 EIGHT_MIXTURES = {name: runs for name, runs in MIXTURES.items() if rows_of(runs) <= 8} | beginnings(2, 8)
+TWO_ROWS_MIXTURES = {
+    "padding": [Run(-1, 9)],
+    "two sessions": [Run(SLOT, 7), Run(0, 2)],
+    "a new one and padding": [Run(SLOT, 0), Run(-1, 9)],
+}
 CPU_ROWS = (1, 2, 3, 5, 31, 33, 70)
 FORMS = {
     "reference": Form(
@@ -161,18 +166,18 @@ FORMS = {
         device="cpu",
     ),
     "reference of a prompt": Form(reference, PROMPT_SHAPES[:8], (1, 5), prompt_error, ("linear",), device="cpu"),
-    "step": Form(step_triton, STEP_SHAPES, (1,), step_error, mixtures=beginnings(1) | {"padding": [Run(-1, 9)]}),
-    "rows": Form(rows_triton, ROWS_SHAPES, (2, 3, 15, 16, 17, 33), rows_error, mixtures=MIXTURES, thin=False),
+    "step": Form(step_triton, STEP_SHAPES, (1, 2), step_error, mixtures=beginnings(1, 2) | TWO_ROWS_MIXTURES),
+    "rows": Form(rows_triton, ROWS_SHAPES, (3, 9, 15, 16, 17, 33), rows_error, mixtures=MIXTURES, thin=False),
     FOUR_ROWS: Form(
-        rows_triton, FOUR_ROWS_SHAPES, (2, 3, 4), direct_error, mixtures=FOUR_ROWS_MIXTURES, dtypes=(BF16,), thin=False
+        rows_triton, FOUR_ROWS_SHAPES, (3, 4), direct_error, mixtures=FOUR_ROWS_MIXTURES, dtypes=(BF16,), thin=False
     ),
     # Those with other integers, for up to 4 rows and up to 8.
     INTEGERS: Form(
-        rows_triton, INTEGERS_SHAPES, (2, 4, 5, 8), direct_error, mixtures=EIGHT_MIXTURES, dtypes=(BF16,), thin=False
+        rows_triton, INTEGERS_SHAPES, (3, 4, 5, 8), direct_error, mixtures=EIGHT_MIXTURES, dtypes=(BF16,), thin=False
     ),
     # Those with weights in bfloat16, for up to 8 rows and up to 16.
     FLOATS: Form(
-        rows_triton, FLOATS_SHAPES, (2, 8, 9, 16), direct_error, mixtures=FLOATS_MIXTURES, dtypes=(BF16,), thin=False
+        rows_triton, FLOATS_SHAPES, (3, 8, 9, 16), direct_error, mixtures=FLOATS_MIXTURES, dtypes=(BF16,), thin=False
     ),
     "prompt": Form(prefill_triton, PROMPT_SHAPES, (1, 2, 5), prompt_error, ("linear",), thin=False),
     "C++": Form(None, CPU_SHAPES, CPU_ROWS, cpu_error, mixtures=beginnings(*CPU_ROWS) | LONG_MIXTURES, device="cpu"),
@@ -236,9 +241,11 @@ def in_formats(cases: Iterable[tuple[str, str]], *values: float) -> list[tuple[A
 
 def several(name: str, rows: int) -> list[Run]:
     """Return rows of two sessions; a single one where a form takes no more."""
-    if name == "step" or rows == 1:
+    if rows == 1:
         return [Run(SLOT, 7)]
-    if name == FOUR_ROWS:
+    if name == "step":
+        rows = 2
+    elif name == FOUR_ROWS:
         rows = min(rows, 4)
     elif name == "rows":
         # More than the direct forms of integers take.
@@ -247,7 +254,7 @@ def several(name: str, rows: int) -> list[Run]:
 
 
 def small(name: str, k: int, group: int | Format | None, dtype: torch.dtype, bias: bool = False, rows: int = 5) -> Case:
-    """Make a case with few outputs for a single row, whose kernels have a program for each."""
+    """Make a case with few outputs for `step_triton`, which has a program for each."""
     outputs, k = (4 if name == "step" else 20) + 2 * bias, max(k, 512 if name in DIRECT else 0)
     return made(name, Shape(outputs, k, group, channels=3), several(name, rows), dtype)
 
@@ -323,11 +330,23 @@ def test_few_rows_have_the_same_bits_in_any_number(kernels_of: Callable[[str], A
     runs = [Run(SLOT, 7), Run(0, 2), Run(3, 9), Run(1, 4)]
     case, kernels = made(name, Shape(76, 1024, DIRECT[name][0][0], channels=40), runs, BF16), kernels_of(name)
     expected = case.run(kernels, operation)
-    for rows in (2, 3):
-        index = RowIndex(*(values[:rows] for values in case.index))
-        part = replace(case, x=case.x[:rows], residual=case.residual[:rows].clone(), index=index)
-        for output, found in part.run(kernels, operation).items():
-            assert output == "state" or torch.equal(found, expected[output][:rows])
+    for output, found in part_of(case, slice(3)).run(kernels, operation).items():
+        assert output == "state" or torch.equal(found, expected[output][:3])
+
+
+@contract("operation group dtype", ((operation, *layer) for operation in STEP for layer in FORMATS))
+def test_two_rows_have_the_bits_of_one(operation: str, group: int | Format | None, dtype: torch.dtype) -> None:
+    case = made("step", Shape(20, 512, group, channels=3), [Run(SLOT, 7), Run(0, 2)], dtype)
+    expected = case.run(step_triton, operation)
+    for row in range(2):
+        for output, found in part_of(case, slice(row, row + 1)).run(step_triton, operation).items():
+            assert output == "state" or same_bits(found, expected[output][row : row + 1])
+
+
+def part_of(case: Case, rows: slice) -> Case:
+    """The case of these rows alone."""
+    index = RowIndex(*(values[rows] for values in case.index))
+    return replace(case, x=case.x[rows], residual=case.residual[rows].clone(), index=index)
 
 
 @contract(

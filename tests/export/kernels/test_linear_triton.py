@@ -59,12 +59,9 @@ def test_configurations(
     (rows, warps, runs), (group, dtype, integer) = sizes, layer
     config = StepConfig(rows, warps, 1 if group else runs, integer, gate_rows=min(rows, 8))
     monkeypatch.setattr(step_triton, "config_for", lambda *_: config)
-    check(
-        make(Shape(rows + 3, 1088, group, channels=rows // 2 + 3), [Run(SLOT, 9)], dtype),
-        step_triton,
-        operation,
-        step_error,
-    )
+    shape = Shape(rows + 3, 1088, group, channels=rows // 2 + 3)
+    for runs_of_x in ([Run(SLOT, 9)], [Run(SLOT, 9), Run(0, 2)])[: 1 + (rows <= 16)]:
+        check(make(shape, runs_of_x, dtype), step_triton, operation, step_error)
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 64), (100, 192), (2048, 4096), (12288, 2048), (248320, 2048), (5120, 17408)])

@@ -16,7 +16,7 @@ from ..kernels.conftest import repaired_interpreter  # noqa: F401  (a fixture, f
 from ..kernels.runs import DEVICE
 from ..networks import RowKernels, config_of, dummy_weights, rows_output, with_room
 
-# Each step's runs, as (slot, rows): prompts, single rows, drafts of several rows and padding, up to 4, 8 and 16 rows.
+# Each step's runs, as (slot, rows): prompts, single rows, drafts of several rows and padding, up to 2, 4, 8 and 16 rows.
 STEPS = (
     ((0, 3), (1, 1)),
     ((2, 2), (3, 1)),
@@ -26,6 +26,9 @@ STEPS = (
     ((0, 3), (2, 1), (3, 1), (1, 2)),
     ((1, 9), (0, 1)),
     ((3, 1), (0, 1), (2, 1), (1, 1)),
+    ((2, 1), (0, 1)),
+    ((3, 2),),
+    ((0, 1), (-1, 1)),
 )
 
 
