@@ -50,7 +50,8 @@ A multiprocessor has one memory for its first-level cache and its shared memory.
 kernel. A program only starts on a multiprocessor with the division of its kernel. With another division, a kernel that starts
 early would have to wait until the kernel ahead has left. So `start_early` asks for one division for the marked kernels of
 several rows (`names.ROWS_KERNEL`). Kernels of one row need little shared memory and read faster with a larger cache: their
-division is left to the driver, also where the kernels of attention and of the experts have a few rows.
+division is left to the driver, also where the kernels of attention and of the experts have a few rows, and those of linear
+layers two.
 """
 
 from __future__ import annotations

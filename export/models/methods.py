@@ -130,11 +130,12 @@ def _rows(network: LanguageModel, layers: list[Link], rows: Any) -> Chain:
     head = Link(network.head, ("logits",), "head", method="rows")
     sample = Link(network.sampling, ("token",), "sampling", method="next_of")
     least, most = (rows, rows) if isinstance(rows, int) else (rows.min, rows.max)
-    length = Dim("L", min=1, max=most)
+    # Two rows have room for more indices: torch would take a dimension of one or two for the constant 2.
+    length = Dim("L", min=1, max=most if least < most else 2 * most)
     count = min(EXAMPLE_ROWS, most) if least <= EXAMPLE_ROWS else EXAMPLE_MANY_ROWS
     inputs = {name: _positions(count) for name in ("tokens", "input_pos", "slots")}
     # Another number than that of the rows, if that varies: torch.export takes equal ones for one dimension.
-    inputs["logits_indices"] = _positions(min(EXAMPLE_OUTPUTS, count - (least < most)))
+    inputs["logits_indices"] = _positions(min(EXAMPLE_OUTPUTS, count - 1 if least < most else count))
     dynamic = {name: {0: rows} for name in inputs if least < most} | {"logits_indices": {0: length}}
     return Chain([start, *layers, head, sample], inputs, ("token", "logits"), dynamic)
 

@@ -70,7 +70,7 @@ RUNS = RunsConfig(long=6, chunk=16, warps=4, programs=4, solving_warps=1, solvin
 # 75.3 and 117.4 with 32 and two; 34.1, 47.8, 76.0 and 117.6 with 32 and four; 36.1, 47.8, 73.1 and 115.1 with 16 and one; a
 # run of 16 takes 118.5 and 113.8 with the first and the last (one H100, 2026-11-27). Of a smaller model, with half as
 # many heads, 2 rows take 24.3 and 23.7 with the first two, and 8 rows 31.9 and 34.3 with the first and the last.
-# By the most rows, times heads, where there are few rows; then for more of these, and for many rows.
+# Up to FEW_ROWS rows CONFIGS, by the most rows times heads, and FEW for more of these; MANY for more rows.
 CONFIGS = {64: DeltaConfig(values=32, warps=4), 128: DeltaConfig(values=32, warps=2)}
 FEW, MANY = DeltaConfig(values=16, warps=1), DeltaConfig(values=64, warps=2, runs=RUNS)
 

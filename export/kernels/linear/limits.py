@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ostinato.delegate.errors import ExportError
-from ostinato.export.kernels.operands import Weight
+from ostinato.export.kernels.operands import HeadSquares, Weight
 
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -27,3 +28,11 @@ def check_weight(weight: Weight, dtype: torch.dtype) -> None:
             f"the {weight.format.name} kernels take weights [N, K] with K a multiple of {weight.format.multiple} and of "
             f"the group size; got [{n}, {k}] with groups of {weight.format.group_size}"
         )
+
+
+def heads_of(x: Tensor, squares: HeadSquares) -> int:
+    """The number of heads of a row of x [R, K]. Raises ExportError if a row does not divide into them."""
+    heads = int(squares.sums.shape[0] // x.shape[0])
+    if x.shape[1] % heads:
+        raise ExportError(f"an input of {x.shape[1]} elements cannot be divided into {heads} heads")
+    return heads

@@ -101,7 +101,7 @@ class IntegersConfig:
     """Configuration of a product with integer weights: how many warps divide K, and how many turns are under way.
 
     Microseconds of products in int4 g32 with what was chosen, for up to 4 and up to 8 rows (one H100, 2026-11-27); in
-    parentheses those of `rows_grouped_triton`, whose first kernel takes 9, not 2, of the third:
+    parentheses those of `rows_grouped_triton`, whose first kernel then took 9 of the third, and takes 2 now:
 
         4,096 x 4,096, residual    4 warps, all 8 turns    4.0, 4.3 (11.9, 15.6)
         28,672 x 4,096, SwiGLU     4 warps, 2 or 1 turn    28, 31   (38, 40)

@@ -94,9 +94,7 @@ def prepared_blocks(
         mean = tl.sum(tl.sum(x * x, 1), 0) / K
         x = x * factor * tl.rsqrt(mean + EPS)
     if HEADS > 0:
-        x = x * head_factors(
-            squares_ptr + row * (HEADS * PARTS), block, element, inside, EPS, K // HEADS, PARTS, block.shape[0]
-        )
+        x = x * head_factors(squares_ptr + row * (HEADS * PARTS), block, element, inside, EPS, K // HEADS, PARTS)
     return x
 
 
@@ -135,9 +133,8 @@ def head_factors(
     EPS: tl.constexpr,
     SIZE: tl.constexpr,
     PARTS: tl.constexpr,
-    PADDED: tl.constexpr,
 ):
-    """1 / rms of each element's head of SIZE elements: [PADDED, 128], or [PADDED, 1] if each block lies in one head."""
+    """1 / rms of each element's head of SIZE elements: [BLOCKS, 128], or [BLOCKS, 1] if each block lies in one head."""
     if SIZE % 128 == 0:
         AT_ONCE: tl.constexpr = triton.next_power_of_2(PARTS)
         part = tl.arange(0, AT_ONCE)[None, :]
@@ -145,7 +142,7 @@ def head_factors(
         known = (part < PARTS) & (tl.max(inside.to(tl.int32), 1, keep_dims=True) > 0)
         square = tl.sum(tl.load(squares + head * PARTS + part, mask=known, other=0.0), 1, keep_dims=True)
     else:
-        square = tl.zeros([PADDED, BLOCK], tl.float32)
+        square = tl.zeros([block.shape[0], BLOCK], tl.float32)
         for part in tl.static_range(PARTS):
             square += tl.load(squares + element // SIZE * PARTS + part, mask=inside, other=0.0)
     return tl.rsqrt(square / SIZE + EPS)

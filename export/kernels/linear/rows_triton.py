@@ -27,7 +27,6 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from ostinato.delegate.errors import ExportError
 from ostinato.export.kernels.delta_rule.rows_conv_triton import conv_rows
 from ostinato.export.kernels.launch import (
     LARGE,
@@ -43,7 +42,7 @@ from ostinato.export.kernels.launch import (
 from ostinato.export.kernels.operands import TWO_ROWS, Convolution, HeadSquares, Norm, RowIndex, Weight
 
 from . import prefill_triton, rows_direct_triton, step_triton
-from .limits import check_weight
+from .limits import check_weight, heads_of
 from .rows_direct_triton import DirectProduct, in_fixed_point, prepared_at_once, takes_direct
 from .rows_fixed_triton import fixed_rows_early
 from .rows_grouped_triton import grouped_rows_early, order_rows_early
@@ -164,7 +163,7 @@ def linear_add(x: Tensor, weight: Weight, residual: Tensor, squares: HeadSquares
     if takes_step(x, weight, normed=False):
         return step_triton.linear_add(x, weight, residual, squares)
     check_weight(weight, x.dtype)
-    heads = 0 if squares is None else _heads(x, squares)
+    heads = 0 if squares is None else heads_of(x, squares)
     if not _is_fused(x, weight):
         product = _product(x if squares is None else _divided(x, squares, heads), weight)
         return (residual.float() + product.float()).to(residual.dtype)
@@ -173,8 +172,8 @@ def linear_add(x: Tensor, weight: Weight, residual: Tensor, squares: HeadSquares
 
 
 def takes_step(x: Tensor, weight: Weight, normed: bool) -> bool:
-    """Whether rows x, two at most, go to the kernels of a single row. Behind a norm, int4 weights in groups of 128 have a
-    faster product: a single row's kernels convert both rows to fixed point in each program."""
+    """Whether rows x [R, K] go to the kernels of a single row. One row does. Two do, but for int4 weights in groups of 128
+    behind a norm: a single row's kernels would convert both rows to fixed point in each program."""
     direct = normed and in_fixed_point(weight) and takes_direct(x, weight)
     return is_one(x.shape[0]) or (at_most(x.shape[0], TWO_ROWS) and not direct)
 
@@ -183,14 +182,6 @@ def _is_fused(x: Tensor, weight: Weight) -> bool:
     """Whether rows x and a weight have kernels that take the operations around the product too."""
     whole = x.dtype == torch.bfloat16 and weight.columns % 64 == 0
     return takes_direct(x, weight) or (weight.format is not None and whole and not are_many(x.shape[0]))
-
-
-def _heads(x: Tensor, squares: HeadSquares) -> int:
-    """The number of heads of a row. Raises ExportError if a row does not divide into them."""
-    heads = int(squares.sums.shape[0] // x.shape[0])
-    if x.shape[1] % heads:
-        raise ExportError(f"an input of {x.shape[1]} elements cannot be divided into {heads} heads")
-    return heads
 
 
 def _divided(x: Tensor, squares: HeadSquares, heads: int) -> Tensor:

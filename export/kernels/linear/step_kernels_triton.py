@@ -175,17 +175,17 @@ def norm_linear_conv_early(
     else:
         first_row = program * ROWS
         row, mine = lane_rows(first_row, N, ROWS, rows, INPUTS)
-        row_of_x = lane_input(INPUTS)
+        own = lane_input(INPUTS)
         convolved = mine & (row < CHANNELS)
         if INPUTS > 1:
-            slot = tl.load(slots_ptr + row_of_x, mask=row_of_x < rows, other=-2)
-            position = tl.load(positions_ptr + row_of_x, mask=row_of_x < rows, other=0)
+            slot = tl.load(slots_ptr + own, mask=own < rows, other=-2)
+            position = tl.load(positions_ptr + own, mask=own < rows, other=0)
         else:
             slot = tl.load(slots_ptr)
             position = tl.load(positions_ptr)
         offset, last = place_in_run(slots_ptr, slot, rows, INPUTS)
         taps = ()
-        inputs = ()
+        stored_inputs = ()
         for tap in tl.static_range(TAPS):
             taps = extended(taps, tl.load(conv_ptr + row * TAPS + tap, mask=convolved, other=0.0))
         stored = weight_ptr, scale_ptr, minimum_ptr
@@ -196,7 +196,7 @@ def norm_linear_conv_early(
         cells = state_ptr + (tl.maximum(slot, 0) * ((TAPS - 1) * CHANNELS) + row)
         for tap in tl.static_range(TAPS - 1):
             here = convolved if INPUTS == 1 else convolved & (offset + tap < TAPS - 1)
-            inputs = extended(inputs, tl.load(cells + (tap + offset) * CHANNELS, mask=here, other=0.0))
+            stored_inputs = extended(stored_inputs, tl.load(cells + (tap + offset) * CHANNELS, mask=here, other=0.0))
         wait_for_previous(EARLY)
         sums, squares = norm_products(
             tile, norm, x_ptr, rows, norm_ptr, stored, first_row, N, K, GROUP, ROWS, INPUTS, WARPS, UNITS, LANE, INTEGER,
@@ -207,8 +207,8 @@ def norm_linear_conv_early(
         mixed = newest.to(tl.float32) * taps[TAPS - 1].to(tl.float32)
         kept = convolved & (slot >= 0) & last
         for tap in tl.static_range(TAPS - 1):
-            past = tl.where(position > offset, inputs[tap].to(tl.float32), 0.0)
-            if INPUTS > 1:
+            past = tl.where(position > offset, stored_inputs[tap].to(tl.float32), 0.0)
+            if TAPS - 1 - tap < INPUTS:
                 past = tl.where(
                     offset + tap < TAPS - 1, past, of_earlier(newest, TAPS - 1 - tap, INPUTS).to(tl.float32)
                 )
@@ -218,7 +218,7 @@ def norm_linear_conv_early(
                 tl.store(cells + (tap - 1) * CHANNELS, moved, mask=kept)
         tl.store(cells + (TAPS - 2) * CHANNELS, newest, mask=kept)
         mixed = tl.where(row < CHANNELS, mixed * tl.sigmoid(mixed), newest.to(tl.float32))
-        tl.store(mixed_ptr + row_of_x * N + row, mixed.to(mixed_ptr.dtype.element_ty), mask=mine)
+        tl.store(mixed_ptr + own * N + row, mixed.to(mixed_ptr.dtype.element_ty), mask=mine)
 
 
 @triton.jit

@@ -15,11 +15,10 @@ import torch
 import triton
 from torch import Tensor
 
-from ostinato.delegate.errors import ExportError
 from ostinato.export.kernels.launch import is_one, launcher, pointers, starts_early
 from ostinato.export.kernels.operands import TWO_ROWS, Convolution, HeadSquares, Norm, RowIndex, Weight
 
-from .limits import check_weight
+from .limits import check_weight, heads_of
 from .step_kernels_triton import linear_add_early, norm_linear_conv_early, norm_linear_early, norm_swiglu_early
 
 
@@ -38,7 +37,7 @@ class StepConfig:
     """How much of a weight one program takes, and how it multiplies.
 
     Attributes:
-        rows: weight rows per program, a power of two up to 32.
+        rows: weight rows per program, a power of two up to 32, or to 16 for two inputs.
         warps: warps per program, all along K: 1, 2, 4 or 8.
         runs: stretches of 16 bytes of each row that a lane takes at once, a power of two; 1 for int4.
         integer: whether inputs in bfloat16 are multiplied by int4 weights in fixed point (see `step_fixed_point_triton`).
@@ -58,13 +57,13 @@ def config_for(n: int, k: int, group: int, dtype: torch.dtype, bits: int = 4, in
 
     Args:
         dtype: that of the inputs.
-        inputs: rows of the inputs, 1 or 2. A warp has a lane for each of a program's sums.
+        inputs: rows of the inputs, 1 or 2. A program has at most 32 sums, one for each lane of a warp.
 
     There are enough warps for one tile to hold a whole row, so a program loads all its weights before the wait. There are as
     many rows as registers hold: in int4, 32 if a row is one tile with one scale per lane, else 16; in other dtypes, rows that
     fill 64 registers. Rows of eight-bit integers are twice as long, so there are 8. But enough programs must remain: for
     integers, 768 warps in all (about six per multiprocessor of an H200), in other dtypes 320 programs. A small weight of
-    integers has 8 warps, though some of their lanes may have nothing to do; from 2,048 rows on 4, so that all programs have
+    integers has 8 warps, though some of their lanes may have nothing to do; above 2,048 rows 4, so that all programs have
     room at once, but for one row of eight-bit integers, whose rows are longer: 4,096 x 4,096 in int4 g32 takes 5.7 us among a
     layer's kernels, not 8.0, and in int8 g32 7.1, not 5.7 (one H100, 2026-11-27).
 
@@ -249,10 +248,7 @@ def linear_add(x: Tensor, weight: Weight, residual: Tensor, squares: HeadSquares
     """
     check_weight(weight, x.dtype)
     sums, eps = (None, 0.0) if squares is None else (squares.sums, squares.eps)
-    heads = 0 if sums is None else int(sums.shape[0] // x.shape[0])
-    if heads and weight.columns % heads:
-        raise ExportError(f"an input of {weight.columns} elements cannot be divided into {heads} heads")
-    return _linear_add(x, *weight.arguments, residual, sums, eps, heads)
+    return _linear_add(x, *weight.arguments, residual, sums, eps, 0 if squares is None else heads_of(x, squares))
 
 
 @torch.library.triton_op("ostinato::linear_add", mutates_args={})

@@ -154,8 +154,8 @@ GROUPS = {
         max_shared=launch.SMALL,
     ),
     "delta_rule_rows": Group(
-        # Few rows, and many.
-        launches=partial(delta_rule, rows=(7, 20)),
+        # Two, four and more of few rows, and many.
+        launches=partial(delta_rule, rows=(2, 3, 7, 20)),
         cases=((90, BF16), (90, F32), (89, BF16), (80, BF16)),
         analysed=((89, BF16),),
         written={

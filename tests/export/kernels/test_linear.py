@@ -169,7 +169,7 @@ FORMS = {
     "step": Form(step_triton, STEP_SHAPES, (1, 2), step_error, mixtures=beginnings(1, 2) | TWO_ROWS_MIXTURES),
     "rows": Form(rows_triton, ROWS_SHAPES, (3, 9, 15, 16, 17, 33), rows_error, mixtures=MIXTURES, thin=False),
     FOUR_ROWS: Form(
-        rows_triton, FOUR_ROWS_SHAPES, (3, 4), direct_error, mixtures=FOUR_ROWS_MIXTURES, dtypes=(BF16,), thin=False
+        rows_triton, FOUR_ROWS_SHAPES, (2, 3, 4), direct_error, mixtures=FOUR_ROWS_MIXTURES, dtypes=(BF16,), thin=False
     ),
     # Those with other integers, for up to 4 rows and up to 8.
     INTEGERS: Form(
@@ -336,6 +336,7 @@ def test_few_rows_have_the_same_bits_in_any_number(kernels_of: Callable[[str], A
 
 @contract("operation group dtype", ((operation, *layer) for operation in STEP for layer in FORMATS))
 def test_two_rows_have_the_bits_of_one(operation: str, group: int | Format | None, dtype: torch.dtype) -> None:
+    """Where both have equally many warps."""
     case = made("step", Shape(20, 512, group, channels=3), [Run(SLOT, 7), Run(0, 2)], dtype)
     expected = case.run(step_triton, operation)
     for row in range(2):

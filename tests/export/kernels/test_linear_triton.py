@@ -64,13 +64,20 @@ def test_configurations(
         check(make(shape, runs_of_x, dtype), step_triton, operation, step_error)
 
 
-@pytest.mark.parametrize(("n", "k"), [(1, 64), (100, 192), (2048, 4096), (12288, 2048), (248320, 2048), (5120, 17408)])
+@pytest.mark.parametrize(
+    ("n", "k"), [(1, 64), (100, 192), (2048, 4096), (4096, 4096), (12288, 2048), (248320, 2048), (5120, 17408)]
+)
+@pytest.mark.parametrize("inputs", [1, 2])
 @pytest.mark.parametrize(("group", "dtype"), [(128, BF16), (32, BF16), (128, F32), (0, BF16), (0, F32)], ids=str)
-def test_chosen_configuration(n: int, k: int, group: int, dtype: torch.dtype) -> None:
-    config = config_for(n, k, group, dtype)
+def test_chosen_configuration(n: int, k: int, group: int, dtype: torch.dtype, inputs: int) -> None:
+    config = config_for(n, k, group, dtype, inputs=inputs)
+    assert config.rows * inputs <= 32
+    if group and inputs == 2 and dtype == F32:
+        assert config.rows == 2 if n <= 4096 else config.rows <= 4
+        return
     units = 32 * config.warps * config.runs * units_per_lane(torch.uint8 if group else dtype)
     if group and n <= 4096:
-        assert (config.rows, config.warps, config.runs) == (8, 8, 1)
+        assert (config.rows, config.warps, config.runs) == (8, 8 if n <= 2048 else 4, 1)
         return
     assert config.rows == 1 or (n // config.rows * config.warps >= 768 if group else n // config.rows >= 320)
     assert config.rows * config.runs <= (32 if (group, dtype) == (128, BF16) else 16)
