@@ -1,15 +1,16 @@
 # mypy: allow-untyped-defs
 """Up to STEP_ROWS rows in fixed point times integer weights of any group size: from memory directly into operands of `mma`.
 
-A program has ROWS weight rows, and its warps divide K. A *turn* is a block of 128 elements of each row, for each warp; the
-warps' blocks of a turn are neighbours. Weights and inputs of AHEAD turns are under way: in registers, as words, so that no
-byte moves to another lane.
+A program has ROWS weight rows, and its warps divide K. A *turn* is one block of 128 elements of each row, or two neighbouring
+ones, for each warp; what the warps have of a turn are neighbours. Weights and inputs of AHEAD turns are under way: in
+registers, as words, so that no byte moves to another lane. The scales of two blocks in groups of 32 are one load: L1 looks up
+a line for each row, whatever is loaded of it, and scales are as many rows as weights.
 
-A turn has four spans of 32 elements. Four lanes load 32 bytes of a row, 8 each. The low nibbles of these bytes are a span and
-the high ones are the next, or the bytes are a span. A row's inputs are stored as a warp loads them (`store_operands`).
+A block has four spans of 32 elements. Four lanes load 32 bytes of a row, 8 each. The low nibbles of these bytes are a span
+and the high ones are the next, or the bytes are a span. A row's inputs are stored as a warp loads them (`store_operands`).
 
 A group's sum is an exact integer, the sums of the warps are added in one order, and no row sees another. So a row has the
-same bits for every number of rows, and whatever stands beside it.
+same bits whatever stands beside it.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def direct_integers_rows_early(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     WARPS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     AHEAD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -66,15 +68,16 @@ def direct_integers_rows_early(
 
     A program has ROWS weight rows; with SWIGLU, ROWS / 2 gate rows and the up rows N rows behind these. ROWS is 16: as few as
     tensor cores take on the left, and the load of their scales is so small that Triton gives each lane those that it needs. K
-    is a multiple of 128.
+    is a multiple of BLOCKS blocks.
 
     Args:
         planes, factors: see `store_operands`.
         CHANNELS: outputs that are convolved with TAPS taps, the first ones; see `store_direct`. 0: none is.
+        BLOCKS: blocks of a turn for each warp, 1, or in groups of 32 also 2.
         AHEAD: turns whose weights are loaded before the wait, and later before those ahead of them are multiplied.
     """
     OUTPUTS: tl.constexpr = ROWS // 2 if SWIGLU else ROWS
-    TURNS: tl.constexpr = (K // BLOCK + WARPS - 1) // WARPS
+    TURNS: tl.constexpr = (K // (BLOCKS * BLOCK) + WARPS - 1) // WARPS
     SCALE: tl.constexpr = scale_ptr.dtype.element_ty
     # Words of a weight row.
     ROW: tl.constexpr = K * BITS // 32
@@ -89,7 +92,7 @@ def direct_integers_rows_early(
     scaled = first.to(tl.int64) + stored_lines(tl.arange(0, ROWS)[None, :], first, N, SWIGLU, ROWS)
     tiles = ()
     for turn in tl.static_range(min(AHEAD, TURNS)):
-        tile = load_turn(words, scale_ptr, minimum_ptr, scaled, turn, K, GROUP, BITS, MINIMUM, WARPS)
+        tile = load_turn(words, scale_ptr, minimum_ptr, scaled, turn, K, GROUP, BITS, MINIMUM, WARPS, BLOCKS)
         tiles = tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005
     taps, past, slot, offset = (), (), row, row
     if CHANNELS > 0:
@@ -99,26 +102,27 @@ def direct_integers_rows_early(
         past = load_past(state_ptr, positions_ptr, slot, offset, output, row, rows, CHANNELS, TAPS)
     wait_for_previous(EARLY)
     sums = tl.zeros([WARPS, ROWS, 2 * COLUMNS], tl.float32)
-    following = load_inputs(planes_ptr, factors_ptr, rows, 0, K, COLUMNS, WARPS)
     if TURNS <= AHEAD:
+        following = load_inputs(planes_ptr, factors_ptr, rows, 0, K, COLUMNS, WARPS, BLOCKS)
         for turn in tl.static_range(TURNS):
             columns = following
             if turn + 1 < TURNS:
-                following = load_inputs(planes_ptr, factors_ptr, rows, turn + 1, K, COLUMNS, WARPS)
+                following = load_inputs(planes_ptr, factors_ptr, rows, turn + 1, K, COLUMNS, WARPS, BLOCKS)
             sums = add_turn(sums, tiles[turn], columns, GROUP, BITS, MINIMUM, SCALE, COLUMNS, WARPS)
     else:
-        inputs = (following,)
-        for turn in tl.static_range(1, AHEAD):
-            loaded = load_inputs(planes_ptr, factors_ptr, rows, turn, K, COLUMNS, WARPS)
+        inputs = ()
+        for turn in tl.static_range(AHEAD):
+            loaded = load_inputs(planes_ptr, factors_ptr, rows, turn, K, COLUMNS, WARPS, BLOCKS)
             inputs = inputs + (loaded,)  # type: ignore[assignment]  # noqa: RUF005
         # A loop, not a list of turns: in a list the compiler moves each load close to where its data are needed.
         for turn in tl.range(0, TURNS, num_stages=1):
-            tile, columns = tiles[0], inputs[0]  # type: ignore[misc]
-            loaded = load_turn(words, scale_ptr, minimum_ptr, scaled, turn + AHEAD, K, GROUP, BITS, MINIMUM, WARPS)
-            tiles = tiles[1:] + (loaded,)  # type: ignore[assignment]  # noqa: RUF005
-            loaded = load_inputs(planes_ptr, factors_ptr, rows, turn + AHEAD, K, COLUMNS, WARPS)
-            inputs = inputs[1:] + (loaded,)  # noqa: RUF005
-            sums = add_turn(sums, tile, columns, GROUP, BITS, MINIMUM, SCALE, COLUMNS, WARPS)
+            tile = load_turn(
+                words, scale_ptr, minimum_ptr, scaled, turn + AHEAD, K, GROUP, BITS, MINIMUM, WARPS, BLOCKS
+            )
+            loaded = load_inputs(planes_ptr, factors_ptr, rows, turn + AHEAD, K, COLUMNS, WARPS, BLOCKS)
+            tiles, inputs = tiles + (tile,), inputs + (loaded,)  # type: ignore[assignment]  # noqa: RUF005
+            sums = add_turn(sums, tiles[0], inputs[0], GROUP, BITS, MINIMUM, SCALE, COLUMNS, WARPS)  # type: ignore[misc]
+            tiles, inputs = tiles[1:], inputs[1:]
     # Bytes of eight-bit weights are not 16 times a weight, as the factors are for.
     total = joined_planes(tl.sum(sums, 0), COLUMNS) * (1.0 if BITS == 4 else 16.0)
     store_direct(
@@ -142,48 +146,95 @@ def load_turn(
     BITS: tl.constexpr,
     MINIMUM: tl.constexpr,
     WARPS: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
-    """Load a turn of weights: tiles of words [4, 8, WARPS, ROWS / 8, 2] of 32 bytes of a row each, and the block's scales and
-    minima [WARPS, ROWS].
+    """Load a turn of weights: for each block of a warp, tiles of words [4, 8, WARPS, ROWS / 8, 2] of 32 bytes of a row each;
+    and the scales and minima of `load_scales`.
 
-    Behind the last block is the last block again, whose inputs are zeros. Behind the last turn nothing is loaded.
+    Behind the last blocks are the last ones again, whose inputs are zeros. Behind the last turn nothing is loaded.
 
     Args:
         words: pointers [1, 8, 1, ROWS / 8, 1] to the rows' first words.
         scaled: the rows' numbers [1, ROWS].
         number: the turn.
     """
-    block = tl.minimum(tl.arange(0, WARPS) + number * WARPS, K // BLOCK - 1)
+    own = tl.minimum(tl.arange(0, WARPS) + number * WARPS, K // (BLOCKS * BLOCK) - 1)
     word = tl.arange(0, 4)[:, None, None, None, None] * 2 + tl.arange(0, 2)[None, None, None, None, :]
-    at = words + block[None, None, :, None, None] * (BLOCK * BITS // 32) + word
-    inside = number * WARPS < K // BLOCK
+    at = words + own[None, None, :, None, None] * (BLOCKS * BLOCK * BITS // 32) + word
+    inside = number * WARPS < K // (BLOCKS * BLOCK)
     tiles = ()
-    for piece in tl.static_range(BITS // 2):
+    for piece in tl.static_range(BLOCKS * BITS // 2):
         tiles = tiles + (tl.load(at + piece * 8, mask=inside, other=0),)  # type: ignore[assignment]  # noqa: RUF005
-    scales = load_block_scales(scale_ptr, scaled, block[:, None], K, GROUP)
+    scales = load_scales(scale_ptr, scaled, own[:, None], K, GROUP, BLOCKS)
     minima = scales
     if MINIMUM:
-        minima = load_block_scales(minimum_ptr, scaled, block[:, None], K, GROUP)
+        minima = load_scales(minimum_ptr, scaled, own[:, None], K, GROUP, BLOCKS)
     return tiles, scales, minima
 
 
 @triton.jit
-def load_inputs(planes_ptr, factors_ptr, rows, number, K: tl.constexpr, COLUMNS: tl.constexpr, WARPS: tl.constexpr):
-    """Load the inputs of a turn: two tiles of words [4, 8, WARPS, COLUMNS / 4, 4], upper bytes in the first COLUMNS columns,
-    and the blocks' factors [WARPS, 2 COLUMNS]: zeros behind the last block and the last row."""
-    block = tl.arange(0, WARPS) + number * WARPS
-    known = block < K // BLOCK
-    block = tl.minimum(block, K // BLOCK - 1)
+def load_scales(scale_ptr, scaled, own, K: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr):
+    """The scales of a turn as `of_group` takes them: a tensor [WARPS, ROWS] for each block of a warp.
+
+    own: which of K's BLOCKS blocks are a warp's, [WARPS, 1].
+    """
+    if BLOCKS == 1:
+        scales = (load_block_scales(scale_ptr, scaled, own, K, GROUP),)
+    else:
+        # Eight rows at a time: such a load is small enough for Triton to give each lane what it needs.
+        above, below = tl.split(tl.permute(tl.reshape(scaled, [2, 8]), (1, 0)))
+        first, second = load_two(scale_ptr, above, own, K)
+        first_below, second_below = load_two(scale_ptr, below, own, K)
+        scales = one_below_other(first, first_below), one_below_other(second, second_below)  # type: ignore[assignment]
+    return scales
+
+
+@triton.jit
+def load_two(scale_ptr, scaled, own, K: tl.constexpr):
+    """The scales of two blocks in groups of 32, for rows [8]: two tensors [WARPS, 8] of integers."""
+    at = scale_ptr.to(tl.pointer_type(tl.int64)) + scaled[None, :, None] * (K // BLOCK) + own[:, :, None] * 2
+    return tl.split(tl.load(at + tl.arange(0, 2)[None, None, :]))
+
+
+@triton.jit
+def one_below_other(above, below):
+    """[WARPS, 8] and [WARPS, 8] -> [WARPS, 16]."""
+    return tl.reshape(tl.permute(tl.join(above, below), (0, 2, 1)), [above.shape[0], 16])
+
+
+@triton.jit
+def load_inputs(
+    planes_ptr,
+    factors_ptr,
+    rows,
+    number,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WARPS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Load the inputs of a turn: for each block of a warp two tiles of words [4, 8, WARPS, COLUMNS / 4, 4], upper bytes in
+    the first COLUMNS columns; and the blocks' factors [WARPS, 2 COLUMNS]: zeros behind the last block and the last row."""
+    own = tl.arange(0, WARPS) + number * WARPS
+    known = own < K // (BLOCKS * BLOCK)
+    own = tl.minimum(own, K // (BLOCKS * BLOCK) - 1)
     column = tl.arange(0, COLUMNS // 4)[None, None, None, :, None] * 8 + tl.arange(0, 8)[None, :, None, None, None]
     lane = tl.arange(0, 4)[:, None, None, None, None]
-    at = planes_ptr.to(tl.pointer_type(tl.int32)) + block[None, None, :, None, None] * (2 * COLUMNS * BLOCK // 4)
-    at += column // 8 * 256 + (column % 8 * 4 + lane) * 4 + tl.arange(0, 4)[None, None, None, None, :]
-    inside = number * WARPS < K // BLOCK
-    # Columns of rows behind the last have any bytes, and are multiplied by zeros.
-    tiles = tl.load(at, mask=inside, other=0), tl.load(at + 128, mask=inside, other=0)
+    inside = number * WARPS < K // (BLOCKS * BLOCK)
     row = tl.arange(0, 2 * COLUMNS)[None, :] % COLUMNS
-    at = factors_ptr + block[:, None] * COLUMNS + row
-    return tiles, tl.load(at, mask=(row < rows) & known[:, None], other=0.0)
+    tiles = ()
+    factors = ()
+    for block in tl.static_range(BLOCKS):
+        at = own[None, None, :, None, None] * BLOCKS + block
+        at = planes_ptr.to(tl.pointer_type(tl.int32)) + at * (2 * COLUMNS * BLOCK // 4)
+        at += column // 8 * 256 + (column % 8 * 4 + lane) * 4 + tl.arange(0, 4)[None, None, None, None, :]
+        # Columns of rows behind the last have any bytes, and are multiplied by zeros.
+        halves = tl.load(at, mask=inside, other=0), tl.load(at + 128, mask=inside, other=0)
+        tiles = tiles + halves  # type: ignore[assignment]
+        at = factors_ptr + (own[:, None] * BLOCKS + block) * COLUMNS + row
+        factor = tl.load(at, mask=(row < rows) & known[:, None], other=0.0)
+        factors = factors + (factor,)  # type: ignore[assignment]  # noqa: RUF005
+    return tiles, factors
 
 
 @triton.jit
@@ -226,26 +277,51 @@ def add_turn(
 ):
     """sums [WARPS, ROWS, 2 COLUMNS] + the products of a turn's weights with bytes of the inputs, times scales and factors."""
     tiles, scales, minima = tile
+    columns, factors = inputs
+    PIECES: tl.constexpr = BITS // 2
+    for block in tl.static_range(len(scales)):
+        weights = ()
+        for piece in tl.static_range(PIECES):
+            weights = weights + spans_of(tiles[block * PIECES + piece], BITS)
+        halves = columns[2 * block], columns[2 * block + 1]
+        products = block_products(weights, halves, scales[block], minima[block], GROUP, MINIMUM, SCALE, COLUMNS, WARPS)
+        sums += products * factors[block][:, None, :]
+    return sums
+
+
+@triton.jit
+def spans_of(words, BITS: tl.constexpr):
+    """The spans of which `words` are 32 bytes: two of four bits, as bytes that are 16 times a weight, or one of eight."""
+    return (((words << 4) & UPPER) ^ SIGNS, (words & UPPER) ^ SIGNS) if BITS == 4 else (words,)
+
+
+@triton.jit
+def block_products(
+    weights,
+    halves,
+    scales,
+    minima,
+    GROUP: tl.constexpr,
+    MINIMUM: tl.constexpr,
+    SCALE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """The products of a block's four spans with bytes of the inputs, times scales: [WARPS, ROWS, 2 COLUMNS]."""
+    ROWS: tl.constexpr = scales.shape[1]
     columns = ()
     for half in tl.static_range(2):
-        both = tl.reshape(inputs[0][half], [4, 8, WARPS, COLUMNS // 4, 2, 2])
+        both = tl.reshape(halves[half], [4, 8, WARPS, COLUMNS // 4, 2, 2])
         columns = columns + tl.split(tl.permute(both, (0, 1, 2, 3, 5, 4)))  # type: ignore[assignment]
-    weights = ()
-    for piece in tl.static_range(BITS // 2):
-        if BITS == 4:
-            # Bytes that are 16 times a weight.
-            weights = weights + (((tiles[piece] << 4) & UPPER) ^ SIGNS, (tiles[piece] & UPPER) ^ SIGNS)  # type: ignore[assignment]  # noqa: RUF005
-        else:
-            weights = weights + (tiles[piece],)  # type: ignore[assignment]  # noqa: RUF005
-    products = tl.zeros(sums.shape, tl.float32)
+    products = tl.zeros([WARPS, ROWS, 2 * COLUMNS], tl.float32)
     for start in tl.static_range(0, 4, GROUP // SPAN):
-        integers = tl.full(sums.shape, ROUNDING_BITS, tl.int32)
+        integers = tl.full(products.shape, ROUNDING_BITS, tl.int32)
         totals = integers
         for span in tl.static_range(start, start + GROUP // SPAN):
             right = tl.permute(operand(columns[span]), (0, 2, 1))
             integers = tl.dot(operand(weights[span]), right, integers, out_dtype=tl.int32)
             if MINIMUM:
-                sixteens = tl.full([WARPS, sums.shape[1], SPAN], 16, tl.int8)
+                sixteens = tl.full([WARPS, ROWS, SPAN], 16, tl.int8)
                 totals = tl.dot(sixteens, right, totals, out_dtype=tl.int32)
         scale = of_group(scales, start * SPAN, GROUP, SCALE)
         products += (integers.to(tl.float32, bitcast=True) - ROUNDING) * scale[:, :, None]
@@ -253,7 +329,7 @@ def add_turn(
             # The bytes are 16 times what is 8 less than a weight.
             minimum = of_group(minima, start * SPAN, GROUP, SCALE) + 8.0 * scale
             products += (totals.to(tl.float32, bitcast=True) - ROUNDING) * minimum[:, :, None]
-    return sums + products * inputs[1][:, None, :]
+    return products
 
 
 @triton.jit

@@ -39,8 +39,8 @@ TILE = 16
 GATE_ROWS = 4
 # Turns of bfloat16 weights that a warp loads ahead: all of them, if they are few.
 AHEAD, ALL_AHEAD = 8, 14
-# Products with other integers have at most MOST_TURNS turns under way, and fewer unless all programs have room at once.
-MOST_TURNS, H100_REGISTERS = 8, 132 * 65536
+# A warp of a product with other integers has all its blocks under way if they are few and all programs have room at once.
+MOST_BLOCKS, H100_REGISTERS = 8, 132 * 65536
 # Blocks of a row that a program prepares where there is no norm.
 PREPARED_BLOCKS = 16
 
@@ -98,32 +98,41 @@ def _norm_linear_conv(
 
 @dataclass(frozen=True)
 class IntegersConfig:
-    """Configuration of a product with integer weights: how many warps divide K, and how many turns are under way.
+    """Configuration of a product with integer weights: how many warps divide K, how many blocks each has of a turn, and how
+    many turns are under way.
 
-    Microseconds of products in int4 g32 with what was chosen, for up to 4 and up to 8 rows (one H100, 2026-11-27); in
-    parentheses those of `rows_grouped_triton`, whose first kernel then took 9 of the third, and takes 2 now:
+    Microseconds of gate and up, 28,672 x 4,096 with SwiGLU, and of down, 4,096 x 14,336, among a layer's kernels in groups of
+    32, by turns of one block | of two (one H100, 2026-11-28):
 
-        4,096 x 4,096, residual    4 warps, all 8 turns    4.0, 4.3 (11.9, 15.6)
-        28,672 x 4,096, SwiGLU     4 warps, 2 or 1 turn    28, 31   (38, 40)
-        4,096 x 14,336, residual   8 warps, 3 or 2 turns   16, 19   (18, 19)
+                  gate and up, up to 4 rows   up to 8        down, up to 4   up to 8
+        int4      32.4 | 30.1                 30.4 | 33.4    18.0 | 16.5     19.5 | 17.6
+        int4_min  40.4 | 33.8                 39.7 | 40.2    18.8 | 17.5     21.9 | 27.4
+        int8      48.7 | 49.2                 53.1 | 47.3    23.6 | 26.3     27.0 | 26.9
     """
 
     warps: int
+    blocks: int
     ahead: int
 
     @classmethod
     def of(cls, weight: Weight, columns: int, programs: int) -> IntegersConfig:
         blocks, bits = weight.columns // BLOCK.value, bits_of(weight)
+        few, minima = columns == FOUR_ROWS, weight.minimum is not None
+        two = blocks % 2 == 0 and weight.group_size == 32
         warps = MAX_WARPS // 2
         turns = triton.cdiv(blocks, warps)
-        # A lane's registers with all turns under way: words, scales and minima.
-        registers = 60 + turns * (2 * bits + (4 if weight.minimum is None else 8))
-        if turns <= MOST_TURNS and programs * 32 * warps * registers <= H100_REGISTERS:
-            return cls(warps, turns)
-        if turns > MOST_TURNS:
-            # In 128 registers, so that all programs of 4,096 outputs have room: with minima 2 turns for 8 rows take 164.
-            return cls(MAX_WARPS, 3 if columns == FOUR_ROWS else 2 if weight.minimum is None else 1)
-        return cls(warps, 2 if columns == FOUR_ROWS or bits == 8 else 1)
+        # A lane's registers with all blocks under way: words, scales and minima.
+        registers = 60 + turns * (2 * bits + (8 if minima else 4))
+        if turns <= MOST_BLOCKS and programs * 32 * warps * registers <= H100_REGISTERS:
+            each = 2 if two else 1
+            return cls(warps, each, triton.cdiv(blocks, warps * each))
+        long = turns > MOST_BLOCKS
+        warps = MAX_WARPS if long else warps
+        # Two blocks, of which one turn is ahead, where they take 128 registers or fewer.
+        if two and (bits == 4 if few else bits == 8 or (long and not minima)):
+            return cls(warps, 2, 1)
+        # With minima 2 turns for 8 rows take 164.
+        return cls(warps, 1, 3 if long and few else 2 if few or bits == 8 or (long and not minima) else 1)
 
 
 def prepared_at_once(blocks: int, norm: bool) -> int:
@@ -269,6 +278,7 @@ class DirectProduct:
                 ROWS=TILE,
                 COLUMNS=columns,
                 WARPS=config.warps,
+                BLOCKS=config.blocks,
                 AHEAD=config.ahead,
                 num_warps=config.warps,
                 **constants,
