@@ -124,7 +124,8 @@ class IntegersConfig:
         # A lane's registers with all blocks under way: words, scales and minima.
         registers = 60 + turns * (2 * bits + (8 if minima else 4))
         if turns <= MOST_BLOCKS and programs * 32 * warps * registers <= H100_REGISTERS:
-            each = 2 if two else 1
+            # Of short rows, two blocks a turn spill 16 bytes (compiled for 9.0).
+            each = 2 if two and turns > MOST_BLOCKS // 2 else 1
             return cls(warps, each, triton.cdiv(blocks, warps * each))
         long = turns > MOST_BLOCKS
         warps = MAX_WARPS if long else warps
