@@ -108,7 +108,7 @@ def direct_integers_rows_early(
             columns = following
             if turn + 1 < TURNS:
                 following = load_inputs(planes_ptr, factors_ptr, rows, turn + 1, K, COLUMNS, WARPS, BLOCKS)
-            sums = add_turn(sums, tiles[turn], columns, GROUP, BITS, MINIMUM, SCALE, COLUMNS, WARPS)
+            sums = add_turn(sums, tiles[turn], columns, GROUP, BITS, MINIMUM, SCALE, COLUMNS)
     else:
         inputs = ()
         for turn in tl.static_range(AHEAD):
@@ -121,7 +121,7 @@ def direct_integers_rows_early(
             )
             loaded = load_inputs(planes_ptr, factors_ptr, rows, turn + AHEAD, K, COLUMNS, WARPS, BLOCKS)
             tiles, inputs = tiles + (tile,), inputs + (loaded,)  # type: ignore[assignment]  # noqa: RUF005
-            sums = add_turn(sums, tiles[0], inputs[0], GROUP, BITS, MINIMUM, SCALE, COLUMNS, WARPS)  # type: ignore[misc]
+            sums = add_turn(sums, tiles[0], inputs[0], GROUP, BITS, MINIMUM, SCALE, COLUMNS)  # type: ignore[misc]
             tiles, inputs = tiles[1:], inputs[1:]
     # Bytes of eight-bit weights are not 16 times a weight, as the factors are for.
     total = joined_planes(tl.sum(sums, 0), COLUMNS) * (1.0 if BITS == 4 else 16.0)
@@ -273,7 +273,6 @@ def add_turn(
     MINIMUM: tl.constexpr,
     SCALE: tl.constexpr,
     COLUMNS: tl.constexpr,
-    WARPS: tl.constexpr,
 ):
     """sums [WARPS, ROWS, 2 COLUMNS] + the products of a turn's weights with bytes of the inputs, times scales and factors."""
     tiles, scales, minima = tile
@@ -284,7 +283,7 @@ def add_turn(
         for piece in tl.static_range(PIECES):
             weights = weights + spans_of(tiles[block * PIECES + piece], BITS)
         halves = columns[2 * block], columns[2 * block + 1]
-        products = block_products(weights, halves, scales[block], minima[block], GROUP, MINIMUM, SCALE, COLUMNS, WARPS)
+        products = block_products(weights, halves, scales[block], minima[block], GROUP, MINIMUM, SCALE, COLUMNS)
         sums += products * factors[block][:, None, :]
     return sums
 
@@ -305,9 +304,9 @@ def block_products(
     MINIMUM: tl.constexpr,
     SCALE: tl.constexpr,
     COLUMNS: tl.constexpr,
-    WARPS: tl.constexpr,
 ):
     """The products of a block's four spans with bytes of the inputs, times scales: [WARPS, ROWS, 2 COLUMNS]."""
+    WARPS: tl.constexpr = scales.shape[0]
     ROWS: tl.constexpr = scales.shape[1]
     columns = ()
     for half in tl.static_range(2):

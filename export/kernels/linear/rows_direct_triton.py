@@ -129,11 +129,13 @@ class IntegersConfig:
             return cls(warps, each, triton.cdiv(blocks, warps * each))
         long = turns > MOST_BLOCKS
         warps = MAX_WARPS if long else warps
-        # Two blocks, of which one turn is ahead, where they take 128 registers or fewer.
+        # What the table says.
         if two and (bits == 4 if few else bits == 8 or (long and not minima)):
             return cls(warps, 2, 1)
-        # With minima 2 turns for 8 rows take 164.
-        return cls(warps, 1, 3 if long and few else 2 if few or bits == 8 or (long and not minima) else 1)
+        if few:
+            return cls(warps, 1, 3 if long else 2)
+        # Two turns of rows with minima take 164 registers, one takes 96.
+        return cls(warps, 1, 2 if bits == 8 or (long and not minima) else 1)
 
 
 def prepared_at_once(blocks: int, norm: bool) -> int:
