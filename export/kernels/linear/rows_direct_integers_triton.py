@@ -2,9 +2,10 @@
 """Up to STEP_ROWS rows in fixed point times integer weights of any group size: from memory directly into operands of `mma`.
 
 A program has ROWS weight rows, and its warps divide K. A *turn* is one block of 128 elements of each row, or two neighbouring
-ones, for each warp; what the warps have of a turn are neighbours. Weights and inputs of AHEAD turns are under way: in
-registers, as words, so that no byte moves to another lane. The scales of two blocks in groups of 32 are one load: L1 looks up
-a line for each row, whatever is loaded of it, and scales are as many rows as weights.
+ones, for each warp. Weights and inputs of AHEAD turns are under way: in registers, as words, so that no byte moves to another
+lane. Of one block, what the warps have of a turn are neighbours. Of two, in groups of 32, a warp's turns are: a *stretch* of
+K, whose scales are loaded ahead of the loop. L1 looks up a line for each row of a load, whatever is loaded of it: 64 bytes of
+scales at once take 2 look-ups per block, not 8.
 
 A block has four spans of 32 elements. Four lanes load 32 bytes of a row, 8 each. The low nibbles of these bytes are a span
 and the high ones are the next, or the bytes are a span. A row's inputs are stored as a warp loads them (`store_operands`).
@@ -73,7 +74,7 @@ def direct_integers_rows_early(
     Args:
         planes, factors: see `store_operands`.
         CHANNELS: outputs that are convolved with TAPS taps, the first ones; see `store_direct`. 0: none is.
-        BLOCKS: blocks of a turn for each warp, 1, or in groups of 32 also 2.
+        BLOCKS: blocks of a turn for each warp: 1, or, in groups of 32, 2.
         AHEAD: turns whose weights are loaded before the wait, and later before those ahead of them are multiplied.
     """
     OUTPUTS: tl.constexpr = ROWS // 2 if SWIGLU else ROWS
@@ -90,6 +91,11 @@ def direct_integers_rows_early(
     line = stored_lines(line, first, N, SWIGLU, ROWS)
     words = weight_ptr.to(tl.pointer_type(tl.int32)) + first.to(tl.int64) * ROW + line * ROW
     scaled = first.to(tl.int64) + stored_lines(tl.arange(0, ROWS)[None, :], first, N, SWIGLU, ROWS)
+    scales, minima = (), ()
+    if BLOCKS == 2:
+        scales = load_stretches(scale_ptr, scaled, K, WARPS, TURNS)
+        if MINIMUM:
+            minima = load_stretches(minimum_ptr, scaled, K, WARPS, TURNS)
     tiles = ()
     for turn in tl.static_range(min(AHEAD, TURNS)):
         tile = load_turn(words, scale_ptr, minimum_ptr, scaled, turn, K, GROUP, BITS, MINIMUM, WARPS, BLOCKS)
@@ -108,7 +114,8 @@ def direct_integers_rows_early(
             columns = following
             if turn + 1 < TURNS:
                 following = load_inputs(planes_ptr, factors_ptr, rows, turn + 1, K, COLUMNS, WARPS, BLOCKS)
-            sums = add_turn(sums, tiles[turn], columns, GROUP, BITS, MINIMUM, SCALE, COLUMNS)
+            scaled_tile = with_scales(tiles[turn], scales, minima, turn)
+            sums = add_turn(sums, scaled_tile, columns, GROUP, BITS, MINIMUM, SCALE, COLUMNS)
     else:
         inputs = ()
         for turn in tl.static_range(AHEAD):
@@ -121,7 +128,8 @@ def direct_integers_rows_early(
             )
             loaded = load_inputs(planes_ptr, factors_ptr, rows, turn + AHEAD, K, COLUMNS, WARPS, BLOCKS)
             tiles, inputs = tiles + (tile,), inputs + (loaded,)  # type: ignore[assignment]  # noqa: RUF005
-            sums = add_turn(sums, tiles[0], inputs[0], GROUP, BITS, MINIMUM, SCALE, COLUMNS)  # type: ignore[misc]
+            first_tile = with_scales(tiles[0], scales, minima, turn)  # type: ignore[misc]
+            sums = add_turn(sums, first_tile, inputs[0], GROUP, BITS, MINIMUM, SCALE, COLUMNS)  # type: ignore[misc]
             tiles, inputs = tiles[1:], inputs[1:]
     # Bytes of eight-bit weights are not 16 times a weight, as the factors are for.
     total = joined_planes(tl.sum(sums, 0), COLUMNS) * (1.0 if BITS == 4 else 16.0)
@@ -149,7 +157,7 @@ def load_turn(
     BLOCKS: tl.constexpr,
 ):
     """Load a turn of weights: for each block of a warp, tiles of words [4, 8, WARPS, ROWS / 8, 2] of 32 bytes of a row each;
-    and the scales and minima of `load_scales`.
+    and, of one block, its scales and minima as `of_group` takes them. Those of two blocks are in `load_stretches`.
 
     Behind the last blocks are the last ones again, whose inputs are zeros. Behind the last turn nothing is loaded.
 
@@ -158,42 +166,73 @@ def load_turn(
         scaled: the rows' numbers [1, ROWS].
         number: the turn.
     """
-    own = tl.minimum(tl.arange(0, WARPS) + number * WARPS, K // (BLOCKS * BLOCK) - 1)
+    own = tl.minimum(own_of_turn(tl.arange(0, WARPS), number, K, WARPS, BLOCKS), K // (BLOCKS * BLOCK) - 1)
     word = tl.arange(0, 4)[:, None, None, None, None] * 2 + tl.arange(0, 2)[None, None, None, None, :]
     at = words + own[None, None, :, None, None] * (BLOCKS * BLOCK * BITS // 32) + word
     inside = number * WARPS < K // (BLOCKS * BLOCK)
     tiles = ()
     for piece in tl.static_range(BLOCKS * BITS // 2):
         tiles = tiles + (tl.load(at + piece * 8, mask=inside, other=0),)  # type: ignore[assignment]  # noqa: RUF005
-    scales = load_scales(scale_ptr, scaled, own[:, None], K, GROUP, BLOCKS)
-    minima = scales
-    if MINIMUM:
-        minima = load_scales(minimum_ptr, scaled, own[:, None], K, GROUP, BLOCKS)
+    scales = ()
+    minima = ()
+    if BLOCKS == 1:
+        scales = (load_block_scales(scale_ptr, scaled, own[:, None], K, GROUP),)  # type: ignore[assignment]
+        minima = scales
+        if MINIMUM:
+            minima = (load_block_scales(minimum_ptr, scaled, own[:, None], K, GROUP),)  # type: ignore[assignment]
     return tiles, scales, minima
 
 
 @triton.jit
-def load_scales(scale_ptr, scaled, own, K: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr):
-    """The scales of a turn as `of_group` takes them: a tensor [WARPS, ROWS] for each block of a warp.
-
-    own: which of K's BLOCKS blocks are a warp's, [WARPS, 1].
-    """
-    if BLOCKS == 1:
-        scales = (load_block_scales(scale_ptr, scaled, own, K, GROUP),)
-    else:
-        # Eight rows at a time: such a load is small enough for Triton to give each lane what it needs.
-        above, below = tl.split(tl.permute(tl.reshape(scaled, [2, 8]), (1, 0)))
-        first, second = load_two(scale_ptr, above, own, K)
-        first_below, second_below = load_two(scale_ptr, below, own, K)
-        scales = one_below_other(first, first_below), one_below_other(second, second_below)  # type: ignore[assignment]
-    return scales
+def own_of_turn(warp, number, K: tl.constexpr, WARPS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Numbers of what the warps have in a turn, counted in BLOCKS blocks. Of two blocks, a warp's turns are neighbours."""
+    return warp + number * WARPS if BLOCKS == 1 else warp * ((K // (BLOCKS * BLOCK) + WARPS - 1) // WARPS) + number
 
 
 @triton.jit
-def load_two(scale_ptr, scaled, own, K: tl.constexpr):
-    """The scales of two blocks in groups of 32, for rows [8]: two tensors [WARPS, 8] of integers."""
-    at = scale_ptr.to(tl.pointer_type(tl.int64)) + scaled[None, :, None] * (K // BLOCK) + own[:, :, None] * 2
-    return tl.split(tl.load(at + tl.arange(0, 2)[None, None, :]))
+def load_stretches(scale_ptr, scaled, K: tl.constexpr, WARPS: tl.constexpr, TURNS: tl.constexpr):
+    """Load the scales of all turns of two blocks in groups of 32, as integers of a block's four.
+
+    Four lanes load 64 neighbouring bytes of a row: four turns. Returns tensors [8 WARPS, 4], one for every four turns, eight
+    rows, and block of a turn, in this order. Their lines are the rows of each warp, and their columns are turns.
+    """
+    # Eight rows at a time: such a load is small enough for Triton to give each lane what it needs.
+    eights = tl.split(tl.permute(tl.reshape(scaled, [2, 8]), (1, 0)))
+    warp = tl.arange(0, WARPS)[None, None, :, None]
+    stretches = ()
+    for start in tl.static_range(0, TURNS, 4):
+        turn = start + tl.arange(0, 4)[:, None, None, None]
+        own = tl.minimum(own_of_turn(warp, turn, K, WARPS, 2), K // (2 * BLOCK) - 1)
+        at = scale_ptr.to(tl.pointer_type(tl.int64)) + own * 2 + tl.arange(0, 2)[None, None, None, :]
+        for half in tl.static_range(2):
+            loaded = tl.load(at + eights[half][None, :, None, None] * (K // BLOCK))
+            lines = tl.reshape(tl.permute(loaded, (2, 1, 0, 3)), [8 * WARPS, 4, 2])
+            stretches = stretches + tl.split(lines)  # type: ignore[assignment]
+    return stretches
+
+
+@triton.jit
+def with_scales(tile, scales, minima, number):
+    """A turn of weights with its scales and minima: those of `load_stretches`, or those that it has if there are none."""
+    if len(scales) > 0:
+        of_turn = scales_of_turn(scales, number)
+        tile = tile[0], of_turn, scales_of_turn(minima, number) if len(minima) > 0 else of_turn
+    return tile
+
+
+@triton.jit
+def scales_of_turn(stretches, number):
+    """A turn's scales, from those of `load_stretches`, as `of_group` takes them: [WARPS, 16] for each of two blocks."""
+    LINES: tl.constexpr = stretches[0].shape[0]
+    column = tl.zeros([LINES, 1], tl.int32) + number % 4
+    pieces = ()
+    for i in tl.static_range(4):
+        # A shuffle: a lane gets it from one of its four.
+        piece = tl.gather(stretches[i], column, 1)
+        for four in tl.static_range(1, len(stretches) // 4):
+            piece = tl.where(number // 4 == four, tl.gather(stretches[4 * four + i], column, 1), piece)
+        pieces = pieces + (tl.reshape(piece, [LINES // 8, 8]),)  # type: ignore[assignment]  # noqa: RUF005
+    return one_below_other(pieces[0], pieces[2]), one_below_other(pieces[1], pieces[3])  # type: ignore[misc]
 
 
 @triton.jit
@@ -215,7 +254,7 @@ def load_inputs(
 ):
     """Load the inputs of a turn: for each block of a warp two tiles of words [4, 8, WARPS, COLUMNS / 4, 4], upper bytes in
     the first COLUMNS columns; and the blocks' factors [WARPS, 2 COLUMNS]: zeros behind the last block and the last row."""
-    own = tl.arange(0, WARPS) + number * WARPS
+    own = own_of_turn(tl.arange(0, WARPS), number, K, WARPS, BLOCKS)
     known = own < K // (BLOCKS * BLOCK)
     own = tl.minimum(own, K // (BLOCKS * BLOCK) - 1)
     column = tl.arange(0, COLUMNS // 4)[None, None, None, :, None] * 8 + tl.arange(0, 8)[None, :, None, None, None]

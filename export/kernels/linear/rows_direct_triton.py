@@ -102,12 +102,12 @@ class IntegersConfig:
     many turns are under way.
 
     Microseconds of gate and up, 28,672 x 4,096 with SwiGLU, and of down, 4,096 x 14,336, among a layer's kernels in groups of
-    32, by turns of one block | of two (one H100, 2026-11-28):
+    32, with scales loaded in each turn (of one block or two, as was faster) | by stretches (one H200, 2026-11-28):
 
                   gate and up, up to 4 rows   up to 8        down, up to 4   up to 8
-        int4      32.4 | 30.1                 30.4 | 33.4    18.0 | 16.5     19.5 | 17.6
-        int4_min  40.4 | 33.8                 39.7 | 40.2    18.8 | 17.5     21.9 | 27.4
-        int8      48.7 | 49.2                 53.1 | 47.3    23.6 | 26.3     27.0 | 26.9
+        int4      27.0 | 21.3                 27.6 | 29.1    16.1 | 13.5     16.8 | 15.8
+        int4_min  30.1 | 27.7                 37.7 | 36.1    15.4 | 20.7     20.8 | 25.8
+        int8      39.2 | 36.2                 40.2 | 39.5    19.4 | 19.9     23.2 | 21.4
     """
 
     warps: int
@@ -117,22 +117,20 @@ class IntegersConfig:
     @classmethod
     def of(cls, weight: Weight, columns: int, programs: int) -> IntegersConfig:
         blocks, bits = weight.columns // BLOCK.value, bits_of(weight)
-        few, minima = columns == FOUR_ROWS, weight.minimum is not None
+        minima = weight.minimum is not None
         two = blocks % 2 == 0 and weight.group_size == 32
         warps = MAX_WARPS // 2
         turns = triton.cdiv(blocks, warps)
         # A lane's registers with all blocks under way: words, scales and minima.
         registers = 60 + turns * (2 * bits + (8 if minima else 4))
         if turns <= MOST_BLOCKS and programs * 32 * warps * registers <= H100_REGISTERS:
-            # Of short rows, two blocks a turn spill 16 bytes (compiled for 9.0).
-            each = 2 if two and turns > MOST_BLOCKS // 2 else 1
-            return cls(warps, each, triton.cdiv(blocks, warps * each))
+            return cls(warps, 1, turns)
         long = turns > MOST_BLOCKS
         warps = MAX_WARPS if long else warps
-        # What the table says.
-        if two and (bits == 4 if few else bits == 8 or (long and not minima)):
+        # The scales of a long stretch, and its minima, take registers that other programs need.
+        if two and not (long and minima):
             return cls(warps, 2, 1)
-        if few:
+        if columns == FOUR_ROWS:
             return cls(warps, 1, 3 if long else 2)
         # Two turns of rows with minima take 164 registers, one takes 96.
         return cls(warps, 1, 2 if bits == 8 or (long and not minima) else 1)

@@ -206,10 +206,10 @@ def test_definition(
         check(case, kernels_of(name), operation, form.error, out_dtype)
 
 
-@contract("group rows blocks", product([group for group, _ in DIRECT[INTEGERS]], (4, 8), (9, 18)))
+@contract("group rows blocks", product([group for group, _ in DIRECT[INTEGERS]], (4, 8), (9, 18, 66)))
 def test_a_loop_of_turns(group: int | Format, rows: int, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large products with integers have a loop, in which not all turns are under way. Here it has three, of one block or of
-    two, and the last one is not full; or five turns, of one block each."""
+    two, and the last one is not full; or five of one block; or, in long rows, five of two blocks or nine of one."""
     monkeypatch.setattr(rows_direct_triton, "H100_REGISTERS", 0)
     case = made(INTEGERS, Shape(40, 128 * blocks, group), [Run(SLOT, 7, rows)], BF16)
     check(case, rows_triton, "norm_swiglu", direct_error)
