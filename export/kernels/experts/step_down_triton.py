@@ -38,6 +38,7 @@ def experts_down_early(
     slots,
     residual,
     out,
+    turns,
     SIZE: tl.constexpr,
     INNER: tl.constexpr,
     SHARED_INNER: tl.constexpr,
@@ -60,13 +61,14 @@ def experts_down_early(
     WARPS: tl.constexpr,
     INTEGER: tl.constexpr,
     SEVERAL: tl.constexpr,
+    TURNS: tl.constexpr,
     SLOTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write out [R, SIZE] = residual + the weighted sum over the experts, ROWS elements of a token per program. Program
-    (elements, token). Padding gets its residual.
+    """Write out [R, SIZE] = residual + the weighted sum over the experts. Program (blocks, token): with TURNS `turns` blocks of
+    ROWS elements, else one. Padding gets its residual.
 
-    A program loads the rows of all experts together. Before its wait the kernel reads the logits and the residual stream,
+    A program loads the rows of all experts together, those of its next block while a block is stored. Before its wait the kernel reads the logits and the residual stream,
     which other kernels of the step wrote. So `experts_gate_up_early`, a late kernel, must come directly ahead of it (R4 and
     R5 in `delegate/graphs/nodes.py`). WIDTH and SHARED_WIDTH: units of a tile that a row of a routed expert takes, and of the
     shared expert.
@@ -76,39 +78,41 @@ def experts_down_early(
     SCALE: tl.constexpr = down_scale.dtype.element_ty
     SHARED_SCALE: tl.constexpr = shared_scale.dtype.element_ty
     start_next(EARLY)
-    first_row = tl.program_id(0) * ROWS
-    row, mine = lane_rows(first_row, SIZE, ROWS)
+    begin = tl.program_id(0) * turns if TURNS else tl.program_id(0)
+    last = tl.minimum(begin + turns, SIZE // ROWS) - 1 if TURNS else begin
     token = token_of(SEVERAL)
     residual += token * SIZE
     out += token * SIZE
     if SLOTS and tl.load(slots + token) < 0:
         wait_for_previous(EARLY)
-        tl.store(out + row, tl.load(residual + row), mask=mine)
+        for block in tl.range(begin, last + 1, num_stages=1):
+            row, mine = lane_rows(block * ROWS, SIZE, ROWS)
+            tl.store(out + row, tl.load(residual + row), mask=mine)
         return
     hidden += token * (TOP_K * INNER + SHARED_INNER)
     logits += token * COUNT
-    shared_tiles = ()
-    if SHARED_INNER > 0:
-        shared_stored = shared, shared_scale, shared_minimum
-        for start in tl.static_range(0, ROWS * SHARED_WIDTH, SHARED_UNITS):
-            tile = load_shared(
-                shared_stored, first_row, start, SHARED_INNER, SHARED_GROUP, ROWS, SHARED_UNITS, SHARED_WIDTH,
-                SHARED_BITS, SHARED_MINIMUM,
-            )  # fmt: skip
-            shared_tiles = shared_tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005
+    stored = down, down_scale, down_minimum
+    shared_stored = shared, shared_scale, shared_minimum
+    first_row = begin * ROWS
+    shared_tiles = load_shared_tiles(
+        shared_stored,
+        first_row,
+        SHARED_INNER,
+        SHARED_GROUP,
+        ROWS,
+        SHARED_UNITS,
+        SHARED_WIDTH,
+        SHARED_BITS,
+        SHARED_MINIMUM,
+    )
     keys = load_keys(logits, EXPERTS, ".cg")
     if SHARED_INNER > 0:
         shared_logit = tl.load(logits + EXPERTS, cache_modifier=".cg").to(tl.float32)
-    total = tl.load(residual + row, cache_modifier=".cg")
+    total = tl.load(residual + lane_rows(first_row, SIZE, ROWS)[0], cache_modifier=".cg")
     keys = largest_keys(keys, TOP_K)
-    stored = down, down_scale, down_minimum
-    tiles = ()
-    for start in tl.static_range(0, TOP_K * WIDTH, UNITS):
-        tile = load_chosen(stored, keys, first_row, start, SIZE, INNER, GROUP, ROWS, UNITS, WIDTH, BITS, MINIMUM)
-        tiles = tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005
+    tiles = load_tiles(stored, keys, first_row, TOP_K, SIZE, INNER, GROUP, ROWS, UNITS, WIDTH, BITS, MINIMUM)
     shares = softmax_of(keys)
-    if SHARED_INNER > 0:
-        shared_share = tl.sigmoid(shared_logit)
+    shared_share = tl.sigmoid(shared_logit) if SHARED_INNER > 0 else 0.0
     wait_for_previous(EARLY)
     inputs = ()
     for start in tl.static_range(0, TOP_K * WIDTH, UNITS):
@@ -124,6 +128,64 @@ def experts_down_early(
             _, unit = choice_units(start, 1, SHARED_UNITS, SHARED_WIDTH)
             shared_x = load_input_at(hidden + TOP_K * INNER, unit, unit < SHARED_ROW, SHARED_GROUP, SHARED_BITS)
             shared_inputs = shared_inputs + (shared_x,)  # type: ignore[assignment]  # noqa: RUF005
+    if TURNS:
+        for block in tl.range(begin, last, num_stages=1):
+            following_row = (block + 1) * ROWS
+            following_total = tl.load(residual + lane_rows(following_row, SIZE, ROWS)[0])
+            following_shared = load_shared_tiles(
+                shared_stored, following_row, SHARED_INNER, SHARED_GROUP, ROWS, SHARED_UNITS, SHARED_WIDTH, SHARED_BITS,
+                SHARED_MINIMUM,
+            )  # fmt: skip
+            following = load_tiles(
+                stored, keys, following_row, TOP_K, SIZE, INNER, GROUP, ROWS, UNITS, WIDTH, BITS, MINIMUM
+            )
+            store_block(
+                out, block * ROWS, total, shared_tiles, shared_inputs, shared_share, tiles, inputs, shares, SIZE, GROUP,
+                BITS, MINIMUM, SHARED_GROUP, SHARED_BITS, SHARED_MINIMUM, ROWS, UNITS, LANE, WIDTH, SHARED_UNITS,
+                SHARED_LANE, SHARED_WIDTH, WARPS, INTEGER, SCALE, SHARED_SCALE,
+            )  # fmt: skip
+            total = following_total
+            shared_tiles = following_shared
+            tiles = following
+    store_block(
+        out, last * ROWS, total, shared_tiles, shared_inputs, shared_share, tiles, inputs, shares, SIZE, GROUP, BITS,
+        MINIMUM, SHARED_GROUP, SHARED_BITS, SHARED_MINIMUM, ROWS, UNITS, LANE, WIDTH, SHARED_UNITS, SHARED_LANE,
+        SHARED_WIDTH, WARPS, INTEGER, SCALE, SHARED_SCALE,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_block(
+    out,
+    first_row,
+    total,
+    shared_tiles,
+    shared_inputs,
+    shared_share,
+    tiles,
+    inputs,
+    shares,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    MINIMUM: tl.constexpr,
+    SHARED_GROUP: tl.constexpr,
+    SHARED_BITS: tl.constexpr,
+    SHARED_MINIMUM: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+    LANE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SHARED_UNITS: tl.constexpr,
+    SHARED_LANE: tl.constexpr,
+    SHARED_WIDTH: tl.constexpr,
+    WARPS: tl.constexpr,
+    INTEGER: tl.constexpr,
+    SCALE: tl.constexpr,
+    SHARED_SCALE: tl.constexpr,
+):
+    """Store ROWS elements: `total` of the residual stream, and what the experts' tiles add."""
+    row, mine = lane_rows(first_row, SIZE, ROWS)
     sums = zeros(ROWS, 32 * WARPS)
     for i in tl.static_range(len(shared_tiles)):
         alone = (tl.zeros([32 * WARPS], tl.float32),)
@@ -138,6 +200,50 @@ def experts_down_early(
         sums = multiply_tile(sums, tiles[i], inputs[i], share, GROUP, ROWS, LANE, INTEGER, SCALE, BITS, MINIMUM)
     totals, _ = sum_rows(sums, zeros(1, 32 * WARPS), ROWS, WARPS)
     tl.store(out + row, (total.to(tl.float32) + totals).to(out.dtype.element_ty), mask=mine)
+
+
+@triton.jit
+def load_tiles(
+    stored,
+    keys,
+    first_row,
+    TOP_K: tl.constexpr,
+    SIZE: tl.constexpr,
+    INNER: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BITS: tl.constexpr,
+    MINIMUM: tl.constexpr,
+):
+    """Load a block's rows of the chosen experts: a tuple of `load_chosen`'s results."""
+    tiles = ()
+    for start in tl.static_range(0, TOP_K * WIDTH, UNITS):
+        tile = load_chosen(stored, keys, first_row, start, SIZE, INNER, GROUP, ROWS, UNITS, WIDTH, BITS, MINIMUM)
+        tiles = tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005
+    return tiles
+
+
+@triton.jit
+def load_shared_tiles(
+    stored,
+    first_row,
+    INNER: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BITS: tl.constexpr,
+    MINIMUM: tl.constexpr,
+):
+    """Load a block's rows of the shared expert, if there is one: a tuple of `load_shared`'s results."""
+    tiles = ()
+    if INNER > 0:
+        for start in tl.static_range(0, ROWS * WIDTH, UNITS):
+            tile = load_shared(stored, first_row, start, INNER, GROUP, ROWS, UNITS, WIDTH, BITS, MINIMUM)
+            tiles = tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005
+    return tiles
 
 
 @triton.jit

@@ -6,7 +6,8 @@ has the product, and behind it SwiGLU, a residual or the convolution. Rows that 
 
     weights                     rows at most   kernel
     int4 in groups of 128       FOUR_ROWS      rows_direct_int4_triton, in fixed point
-    other integers              STEP_ROWS      rows_direct_integers_triton, in fixed point
+    integers, but of the        STEP_ROWS      rows_direct_integers_triton, in fixed point
+    former only small ones
     bfloat16                    FEW_ROWS       rows_direct_floats_triton
 """
 
@@ -41,6 +42,9 @@ GATE_ROWS = 4
 AHEAD, ALL_AHEAD = 8, 14
 # A warp of a product with other integers has all its blocks under way if they are few and all programs have room at once.
 MOST_BLOCKS, H100_REGISTERS = 8, 132 * 65536
+# The most rows of a small weight. With 8 rows the flagship's 2,048 x 4,096, in the order of operands, takes 4.6 us in its layer
+# and 6.2 by the next form; 12,288 x 2,048 with its convolution takes 11.5 to 15.6, and 9.7 (one H200, 2026-11-28).
+SMALL = 4096
 # Blocks of a row that a program prepares where there is no norm.
 PREPARED_BLOCKS = 16
 
@@ -53,7 +57,8 @@ def takes_direct(x: Tensor, weight: Weight) -> bool:
     if form is None:
         return weight.values.dtype == torch.bfloat16 and at_most(x.shape[0], FEW_ROWS)
     if in_fixed_point(weight):
-        return k % size == 0 and k <= MAX_WARPS * size and at_most(x.shape[0], FOUR_ROWS)
+        most = STEP_ROWS if weight.rows <= SMALL else FOUR_ROWS
+        return k % size == 0 and k <= MAX_WARPS * size and at_most(x.shape[0], most)
     return at_most(x.shape[0], STEP_ROWS)
 
 
@@ -182,10 +187,9 @@ class DirectProduct:
     def outputs(self) -> int:
         return self.weight.rows // 2 if self.swiglu else self.weight.rows
 
-    @property
-    def _stretches(self) -> bool:
-        """Whether it is the product of int4 weights in groups of 128, whose warps have stretches of K."""
-        return in_fixed_point(self.weight)
+    def _stretches(self, rows: int | torch.SymInt) -> bool:
+        """Whether it is the product of `rows_direct_int4_triton`."""
+        return in_fixed_point(self.weight) and at_most(rows, FOUR_ROWS)
 
     def _prepared(
         self, x: Tensor, norm: Tensor | None, squares: Tensor | None, eps: float, heads: int
@@ -196,8 +200,8 @@ class DirectProduct:
         if self.floats:
             prepared: tuple[Tensor, ...] = (torch.empty_like(x),)
         else:
-            planes = (rows, 2, k) if self._stretches else (blocks, 2 * columns, BLOCK.value)
-            factors = (rows, blocks) if self._stretches else (blocks, columns)
+            planes = (rows, 2, k) if self._stretches(rows) else (blocks, 2 * columns, BLOCK.value)
+            factors = (rows, blocks) if self._stretches(rows) else (blocks, columns)
             prepared = x.new_empty(planes, dtype=torch.int8), x.new_empty(factors, dtype=torch.float32)
         gates = 0 if self.gates is None else self.gates.shape[0]
         at_once = prepared_at_once(blocks, norm is not None)
@@ -215,7 +219,7 @@ class DirectProduct:
             HEADS=heads,
             PARTS=0 if squares is None else squares.shape[1],
             FLOATS=self.floats,
-            STRETCHES=self._stretches,
+            STRETCHES=self._stretches(rows),
             COLUMNS=columns,
             BLOCKS=at_once,
             GATES=gates,
@@ -255,7 +259,7 @@ class DirectProduct:
                 num_warps=warps,
                 **constants,
             )
-        elif self._stretches:
+        elif self._stretches(rows):
             tile = 2 * TILE if self.outputs > 4096 else TILE
             warps = triton.next_power_of_2(k // (STRETCH.value * BLOCK.value))
             launcher(direct_rows_early)[(self._programs(tile),)](

@@ -375,6 +375,19 @@ def test_a_row_of_a_step_has_the_same_bits_among_any_number(shape: Shape, dtype:
         assert torch.equal(out[~tokens], some.x[~tokens])
 
 
+@pytest.mark.parametrize(("gate_up", "down"), [(100, 30), (7, 16)])
+def test_a_program_takes_several_blocks(monkeypatch: pytest.MonkeyPatch, gate_up: int, down: int) -> None:
+    """Where there is not room for all programs at once; the last one takes fewer. Padding's programs take several, too."""
+    case = made("step", Shape(experts=4, top_k=4, hidden=256, inner=128, shared=256, group=128), 5, BF16)
+    padding = case.slots.clone()
+    padding[2] = -1
+    case = replace(case, slots=padding)
+    expected = case.run(rows_triton, "sparse_moe")
+    monkeypatch.setattr(step_triton, "GATE_UP_ROOM", gate_up)
+    monkeypatch.setattr(step_triton, "DOWN_ROOM", down)
+    assert torch.equal(case.run(rows_triton, "sparse_moe"), expected)
+
+
 @contract("name shape dtype", MIXTURES)
 def test_all_rows_take_the_first_experts(
     kernels_of: Callable[[str], Any], name: str, shape: Shape, dtype: torch.dtype
