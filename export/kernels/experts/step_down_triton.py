@@ -65,13 +65,13 @@ def experts_down_early(
     SLOTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write out [R, SIZE] = residual + the weighted sum over the experts. Program (blocks, token): with TURNS `turns` blocks of
-    ROWS elements, else one. Padding gets its residual.
+    """Write out [R, SIZE] = residual + the weighted sum over the experts. Program (blocks, token): `turns` blocks of ROWS
+    elements, one without TURNS. Padding gets its residual.
 
-    A program loads the rows of all experts together, those of its next block while a block is stored. Before its wait the kernel reads the logits and the residual stream,
-    which other kernels of the step wrote. So `experts_gate_up_early`, a late kernel, must come directly ahead of it (R4 and
-    R5 in `delegate/graphs/nodes.py`). WIDTH and SHARED_WIDTH: units of a tile that a row of a routed expert takes, and of the
-    shared expert.
+    A program loads the rows of all experts together, those of its next block while a block is added up. Before its wait the
+    kernel reads the logits and the residual stream, which other kernels of the step wrote. So `experts_gate_up_early`, a late
+    kernel, must come directly ahead of it (R4 and R5 in `delegate/graphs/nodes.py`). WIDTH and SHARED_WIDTH: units of a tile
+    that a row of a routed expert takes, and of the shared expert.
     """
     ROW: tl.constexpr = INNER * BITS // 32 if GROUP > 0 else INNER
     SHARED_ROW: tl.constexpr = SHARED_INNER * SHARED_BITS // 32 if SHARED_GROUP > 0 else SHARED_INNER

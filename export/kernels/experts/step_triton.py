@@ -75,16 +75,16 @@ DOWN = {
     torch.bfloat16: Config(units=32768, rows=8, warps=4),
     torch.float32: Config(units=16384, rows=4, warps=4),
 }
-# Programs of gate and up, and of down, that an H200 has room for at once, with int4 weights in groups of 128: six and three on
-# a multiprocessor. Several tokens have as many programs at most, and each takes several blocks. A layer of 2, 4 and 8 tokens
-# then takes 29.5, 39.2 and 58.9 us; with as many programs of gate and up as one token has, and a program for each block of
-# down, 30.1, 41.5 and 64.6 (one H200, 2026-11-28).
+# Programs of gate and up, and of down, for which an H200 has room at once, with bfloat16 inputs and int4 weights in groups of
+# 128: six and three on a multiprocessor. Several tokens have as many programs at most, so each takes several blocks. A
+# delta-net layer of 4 and 8 tokens then takes 39.2 and 60.0 us; with as many programs of gate and up as one token has, and a
+# program for each block of down, 41.5 and 64.6 (one H200, 2026-11-28).
 GATE_UP_ROOM, DOWN_ROOM = 6 * 132, 3 * 132
 
 
-def rooms_are_known(weight: Weight) -> bool:
-    """Whether a weight is as GATE_UP_ROOM and DOWN_ROOM say."""
-    return isinstance(weight.format, Int4) and weight.group_size == 128
+def rooms_are_known(weight: Weight, dtype: torch.dtype) -> bool:
+    """Whether GATE_UP_ROOM and DOWN_ROOM are for this weight and inputs of this dtype."""
+    return dtype == torch.bfloat16 and isinstance(weight.format, Int4) and weight.group_size == 128
 
 
 def blocks_per_program(blocks: int | torch.SymInt, room: int) -> int | torch.SymInt:
@@ -182,7 +182,8 @@ def _experts_gate_up(
     hidden = torch.empty((tokens, top_k * inner + shared_inner), dtype=x.dtype, device=x.device)
     blocks = top_k * (inner // rows) + shared_inner // shared_rows
     # The next block's weights are under way before a block is stored.
-    turns = blocks_per_program(tokens * blocks, GATE_UP_ROOM) if rooms_are_known(weight) else tokens
+    several = not is_one(tokens) and rooms_are_known(weight, x.dtype)
+    turns = blocks_per_program(tokens * blocks, GATE_UP_ROOM) if several else tokens
 
     def sections(blocks: int) -> Any:
         return (blocks + turns - 1) // turns
@@ -268,7 +269,8 @@ def _experts_down(
     constants = tile_constants(weight, residual.dtype, warps, 1, config.integer)
     shared_constants = tile_constants(shared or weight, residual.dtype, warps, 1, config.integer)
     out, tokens = torch.empty_like(residual), residual.shape[0]
-    turns = blocks_per_program(tokens * (size // rows), DOWN_ROOM) if rooms_are_known(weight) else 1
+    several = not is_one(tokens) and rooms_are_known(weight, residual.dtype)
+    turns = blocks_per_program(tokens * (size // rows), DOWN_ROOM) if several else 1
     launcher(experts_down_early)[((size // rows + turns - 1) // turns, tokens)](
         hidden,
         logits,
@@ -289,7 +291,7 @@ def _experts_down(
         SHARED_LANE=shared_constants["LANE"],
         SHARED_WIDTH=shared_width,
         SEVERAL=not is_one(tokens),
-        TURNS=not is_one(tokens) and rooms_are_known(weight),
+        TURNS=several,
         SLOTS=slots is not None,
         EARLY=starts_early(),
         **(constants | format_constants(weight, shared)),

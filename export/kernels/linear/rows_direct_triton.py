@@ -42,8 +42,8 @@ GATE_ROWS = 4
 AHEAD, ALL_AHEAD = 8, 14
 # A warp of a product with other integers has all its blocks under way if they are few and all programs have room at once.
 MOST_BLOCKS, H100_REGISTERS = 8, 132 * 65536
-# The most rows of a small weight. With 8 rows the flagship's 2,048 x 4,096, in the order of operands, takes 4.6 us in its layer
-# and 6.2 by the next form; 12,288 x 2,048 with its convolution takes 11.5 to 15.6, and 9.7 (one H200, 2026-11-28).
+# The most rows of a small weight. With 8 rows the flagship's 2,048 x 4,096 takes 4.6 us in its layer, by the next form 6.2;
+# 12,288 x 2,048 with its convolution takes 11.5 to 15.6, and 9.7 (one H200, 2026-11-28).
 SMALL = 4096
 # Blocks of a row that a program prepares where there is no norm.
 PREPARED_BLOCKS = 16

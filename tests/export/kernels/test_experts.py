@@ -375,17 +375,17 @@ def test_a_row_of_a_step_has_the_same_bits_among_any_number(shape: Shape, dtype:
         assert torch.equal(out[~tokens], some.x[~tokens])
 
 
-@pytest.mark.parametrize(("gate_up", "down"), [(100, 30), (7, 16)])
-def test_a_program_takes_several_blocks(monkeypatch: pytest.MonkeyPatch, gate_up: int, down: int) -> None:
-    """Where there is not room for all programs at once; the last one takes fewer. Padding's programs take several, too."""
-    case = made("step", Shape(experts=4, top_k=4, hidden=256, inner=128, shared=256, group=128), 5, BF16)
-    padding = case.slots.clone()
-    padding[2] = -1
-    case = replace(case, slots=padding)
-    expected = case.run(rows_triton, "sparse_moe")
-    monkeypatch.setattr(step_triton, "GATE_UP_ROOM", gate_up)
-    monkeypatch.setattr(step_triton, "DOWN_ROOM", down)
-    assert torch.equal(case.run(rows_triton, "sparse_moe"), expected)
+def test_a_program_takes_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is not room for all programs at once; the last one takes fewer. Padding's programs take several, too. A
+    single token's take one."""
+    case = made("step", Shape(experts=3, top_k=2, hidden=128, inner=128, shared=128, group=128), 2, BF16)
+    case.slots[0] = -1
+    cases = case, replace(case, x=case.x[1:], slots=case.slots[1:])
+    expected = [one.run(rows_triton, "sparse_moe") for one in cases]
+    monkeypatch.setattr(step_triton, "GATE_UP_ROOM", 40)
+    monkeypatch.setattr(step_triton, "DOWN_ROOM", 5)
+    for one, out in zip(cases, expected, strict=True):
+        assert torch.equal(one.run(rows_triton, "sparse_moe"), out)
 
 
 @contract("name shape dtype", MIXTURES)
