@@ -98,11 +98,11 @@ def test_many_outputs(n: int, k: int, rows: int, monkeypatch: pytest.MonkeyPatch
 
 
 def test_tiles_of_both_sizes_agree() -> None:
-    """In fixed point bit for bit: 5 rows give the same whether a call may have 16 rows at most, or more."""
+    """In fixed point bit for bit: 9 rows give the same whether a call may have 16 rows at most, or more."""
     more = make(Shape(72, 512, 128), [Run(SLOT, 0, 17)], BF16)
-    few = replace(more, x=more.x[:5])
+    few = replace(more, x=more.x[:9])
     assert rows_triton.columns_for(few.x) != rows_triton.columns_for(more.x)
-    assert torch.equal(product_of(more)[:5], product_of(few))
+    assert torch.equal(product_of(more)[:9], product_of(few))
 
 
 def test_one_row_is_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
