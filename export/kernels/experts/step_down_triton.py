@@ -95,16 +95,8 @@ def experts_down_early(
     shared_stored = shared, shared_scale, shared_minimum
     first_row = begin * ROWS
     shared_tiles = load_shared_tiles(
-        shared_stored,
-        first_row,
-        SHARED_INNER,
-        SHARED_GROUP,
-        ROWS,
-        SHARED_UNITS,
-        SHARED_WIDTH,
-        SHARED_BITS,
-        SHARED_MINIMUM,
-    )
+        shared_stored, first_row, SHARED_INNER, SHARED_GROUP, ROWS, SHARED_UNITS, SHARED_WIDTH, SHARED_BITS, SHARED_MINIMUM,
+    )  # fmt: skip
     keys = load_keys(logits, EXPERTS, ".cg")
     if SHARED_INNER > 0:
         shared_logit = tl.load(logits + EXPERTS, cache_modifier=".cg").to(tl.float32)

@@ -82,14 +82,15 @@ DOWN = {
 GATE_UP_ROOM, DOWN_ROOM = 6 * 132, 3 * 132
 
 
-def rooms_are_known(weight: Weight, dtype: torch.dtype) -> bool:
-    """Whether GATE_UP_ROOM and DOWN_ROOM are for this weight and inputs of this dtype."""
-    return dtype == torch.bfloat16 and isinstance(weight.format, Int4) and weight.group_size == 128
+def takes_turns(x: Tensor, weight: Weight) -> bool:
+    """Whether programs take several blocks, as GATE_UP_ROOM and DOWN_ROOM say: these are for such weights and inputs."""
+    known = x.dtype == torch.bfloat16 and isinstance(weight.format, Int4) and weight.group_size == 128
+    return known and not is_one(x.shape[0])
 
 
-def blocks_per_program(blocks: int | torch.SymInt, room: int) -> int | torch.SymInt:
-    """How many blocks each program takes, so that there is room for all programs at once."""
-    return (blocks + room - 1) // room
+def sections(count: int | torch.SymInt, size: int | torch.SymInt) -> Any:
+    """How many sections of `size` make up `count`; the last one may be smaller. Both may be symbols."""
+    return (count + size - 1) // size
 
 
 def route_logits(x: Tensor, norm: Norm, gate: Tensor, shared_gate: Tensor | None) -> Tensor:
@@ -180,15 +181,12 @@ def _experts_gate_up(
         shared_constants = tile_constants(shared, x.dtype, warps, 1, config.integer)
     tokens = x.shape[0]
     hidden = torch.empty((tokens, top_k * inner + shared_inner), dtype=x.dtype, device=x.device)
-    blocks = top_k * (inner // rows) + shared_inner // shared_rows
+    blocks, shared_blocks = inner // rows, shared_inner // shared_rows
     # The next block's weights are under way before a block is stored.
-    several = not is_one(tokens) and rooms_are_known(weight, x.dtype)
-    turns = blocks_per_program(tokens * blocks, GATE_UP_ROOM) if several else tokens
-
-    def sections(blocks: int) -> Any:
-        return (blocks + turns - 1) // turns
-
-    grid = top_k * sections(inner // rows) + sections(shared_inner // shared_rows), tokens
+    turns = tokens
+    if takes_turns(x, weight):
+        turns = sections(tokens * (top_k * blocks + shared_blocks), GATE_UP_ROOM)
+    grid = top_k * sections(blocks, turns) + sections(shared_blocks, turns), tokens
     launcher(experts_gate_up_early)[grid](
         x,
         norm_weight,
@@ -269,9 +267,9 @@ def _experts_down(
     constants = tile_constants(weight, residual.dtype, warps, 1, config.integer)
     shared_constants = tile_constants(shared or weight, residual.dtype, warps, 1, config.integer)
     out, tokens = torch.empty_like(residual), residual.shape[0]
-    several = not is_one(tokens) and rooms_are_known(weight, residual.dtype)
-    turns = blocks_per_program(tokens * (size // rows), DOWN_ROOM) if several else 1
-    launcher(experts_down_early)[((size // rows + turns - 1) // turns, tokens)](
+    blocks, several = size // rows, takes_turns(residual, weight)
+    turns = sections(tokens * blocks, DOWN_ROOM) if several else 1
+    launcher(experts_down_early)[(sections(blocks, turns), tokens)](
         hidden,
         logits,
         *weight_pointers(weight, shared),
