@@ -13,7 +13,15 @@ import triton.language as tl
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 
-from .rows_direct_store_triton import load_past, load_taps, offset_in_run, operand_of, store_direct, stored_lines
+from .rows_direct_store_triton import (
+    hold_loads,
+    load_past,
+    load_taps,
+    offset_in_run,
+    operand_of,
+    store_direct,
+    stored_lines,
+)
 
 # Elements of a turn.
 TURN = tl.constexpr(32)
@@ -42,6 +50,7 @@ def direct_floats_rows_early(
     COLUMNS: tl.constexpr,
     WARPS: tl.constexpr,
     AHEAD: tl.constexpr,
+    HOLD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Write out [R, N], R <= COLUMNS: the product of x [R, K] with a weight, and the operations behind it.
@@ -51,6 +60,7 @@ def direct_floats_rows_early(
     Args:
         CHANNELS: outputs that are convolved with TAPS taps, the first ones; see `store_direct`. 0: none is.
         AHEAD: turns whose weights are loaded before the wait, and later before those ahead of them are multiplied.
+        HOLD: whether the inputs of all turns are under way at once.
     """
     OUTPUTS: tl.constexpr = ROWS // 2 if SWIGLU else ROWS
     TURNS: tl.constexpr = (K // TURN + WARPS - 1) // WARPS
@@ -74,17 +84,20 @@ def direct_floats_rows_early(
     wait_for_previous(EARLY)
     column = tl.arange(0, COLUMNS // 8)[None, None, :, None] * 8 + tl.arange(0, 8)[:, None, None, None]
     of_x = x_ptr + column * K
-    following = load_turn(of_x, 0, K, WARPS, column < rows)
+    inputs = ()
+    for turn in tl.static_range(TURNS if HOLD else 1):
+        inputs = inputs + (load_turn(of_x, turn, K, WARPS, column < rows),)  # type: ignore[assignment]  # noqa: RUF005
+    if HOLD:
+        hold_loads()
     sums = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)
     for turn in tl.static_range(TURNS):
-        x = following
-        if turn + 1 < TURNS:
-            following = load_turn(of_x, turn + 1, K, WARPS, column < rows)
+        if not HOLD and turn + 1 < TURNS:
+            inputs = inputs + (load_turn(of_x, turn + 1, K, WARPS, column < rows),)  # type: ignore[assignment]  # noqa: RUF005
         weights = tiles[0]  # type: ignore[misc]
         tiles = tiles[1:]
         if turn + AHEAD < TURNS:
             tiles = tiles + (load_turn(of_weight, turn + AHEAD, K, WARPS),)  # type: ignore[assignment]  # noqa: RUF005
-        columns = tl.permute(operand_of(x, COLUMNS, WARPS), (0, 2, 1))
+        columns = tl.permute(operand_of(inputs[turn], COLUMNS, WARPS), (0, 2, 1))
         sums = tl.dot(operand_of(weights, ROWS, WARPS), columns, sums)
     store_direct(
         tl.sum(sums, 0), bias_ptr, residual_ptr, state_ptr, slots_ptr, out_ptr, taps, past, slot, offset, output, row, rows,

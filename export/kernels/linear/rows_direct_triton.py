@@ -6,8 +6,8 @@ has the product, and behind it SwiGLU, a residual or the convolution. Rows that 
 
     weights                     rows at most   kernel
     int4 in groups of 128       FOUR_ROWS      rows_direct_int4_triton, in fixed point
-    integers, but of the        STEP_ROWS      rows_direct_integers_triton, in fixed point
-    former only small ones
+    small ones, without a norm  FEW_ROWS       rows_direct_unpacked_triton, of rows as they are
+    other integers              STEP_ROWS      rows_direct_integers_triton, in fixed point
     bfloat16                    FEW_ROWS       rows_direct_floats_triton
 """
 
@@ -28,6 +28,7 @@ from ostinato.export.kernels.operands import FEW_ROWS, FOUR_ROWS, STEP_ROWS, Con
 from .rows_direct_floats_triton import TURN, direct_floats_rows_early
 from .rows_direct_int4_triton import STRETCH, direct_rows_early
 from .rows_direct_integers_triton import direct_integers_rows_early, store_operands
+from .rows_direct_unpacked_triton import direct_unpacked_rows_early
 from .rows_prepare_triton import prepared_blocks, store_planes
 from .rows_tiles_triton import BLOCK, nibble_order
 from .step_kernels_triton import store_gates
@@ -38,12 +39,13 @@ MAX_WARPS = 8
 TILE = 16
 # Rows of gates per program.
 GATE_ROWS = 4
-# Turns of bfloat16 weights that a warp loads ahead: all of them, if they are few.
+# Turns of bfloat16 weights that a warp loads ahead: all of them, if they are few. Then the inputs of up to STEP_ROWS rows are
+# under way at once, too: a layer of 0.8B with 4/8 rows takes 25.8/27.6 us, not 26.2/28.3. With 16 it would take 37.6,
+# not 37.1 (one H200, 2026-11-28).
 AHEAD, ALL_AHEAD = 8, 14
 # A warp of a product with other integers has all its blocks under way if they are few and all programs have room at once.
 MOST_BLOCKS, H100_REGISTERS = 8, 132 * 65536
-# The most rows of a small weight. With 8 rows the flagship's 2,048 x 4,096 takes 4.6 us in its layer, by the next form 6.2;
-# 12,288 x 2,048 with its convolution takes 11.5 to 15.6, and 9.7 (one H200, 2026-11-28).
+# The most rows of a small weight.
 SMALL = 4096
 # Blocks of a row that a program prepares where there is no norm.
 PREPARED_BLOCKS = 16
@@ -51,15 +53,27 @@ PREPARED_BLOCKS = 16
 
 def takes_direct(x: Tensor, weight: Weight) -> bool:
     """Whether the kernels take rows x [R, K] and a weight [N, K]."""
-    form, k, size = weight.format, weight.columns, STRETCH.value * BLOCK.value
+    form, k = weight.format, weight.columns
     if x.dtype != torch.bfloat16 or k % BLOCK.value:
         return False
     if form is None:
         return weight.values.dtype == torch.bfloat16 and at_most(x.shape[0], FEW_ROWS)
     if in_fixed_point(weight):
-        most = STEP_ROWS if weight.rows <= SMALL else FOUR_ROWS
-        return k % size == 0 and k <= MAX_WARPS * size and at_most(x.shape[0], most)
+        return has_stretches(k) and at_most(x.shape[0], FOUR_ROWS)
     return at_most(x.shape[0], STEP_ROWS)
+
+
+def takes_unpacked(x: Tensor, weight: Weight, heads: int) -> bool:
+    """Whether there is a product of rows x [R, K] as they are with a weight [N, K], or of `heads` heads that are divided."""
+    small = in_fixed_point(weight) and has_stretches(weight.columns) and weight.rows <= SMALL
+    whole = heads == 0 or weight.columns // heads % BLOCK.value == 0
+    return x.dtype == torch.bfloat16 and small and whole and at_most(x.shape[0], FEW_ROWS)
+
+
+def has_stretches(k: int) -> bool:
+    """Whether K is divided among the warps of a program in stretches of several blocks."""
+    size = STRETCH.value * BLOCK.value
+    return k % size == 0 and k <= MAX_WARPS * size
 
 
 def in_fixed_point(weight: Weight) -> bool:
@@ -179,6 +193,32 @@ class DirectProduct:
             prepared = self._prepared(x, norm, squares, eps, heads)
         return self._multiplied(prepared, torch.empty((x.shape[0], self.outputs), dtype=out_dtype, device=x.device))
 
+    def of_unprepared(
+        self, x: Tensor, squares: Tensor | None, eps: float, heads: int, out_dtype: torch.dtype
+    ) -> Tensor:
+        """x [R, K] in bfloat16, `takes_unpacked` -> [R, outputs] in `out_dtype`."""
+        weight, (rows, k) = self.weight, x.shape
+        out = torch.empty((rows, self.outputs), dtype=out_dtype, device=x.device)
+        warps = triton.next_power_of_2(k // (STRETCH.value * BLOCK.value))
+        launcher(direct_unpacked_rows_early)[(self._programs(TILE),)](
+            *pointers(x, squares, weight.values, weight.scale, weight.bias, self.residual),
+            out,
+            rows,
+            EPS=eps,
+            N=self.outputs,
+            K=k,
+            HEADS=heads,
+            PARTS=0 if squares is None else squares.shape[1],
+            BIAS=weight.bias is not None,
+            RESIDUAL=self.residual is not None,
+            ROWS=TILE,
+            COLUMNS=STEP_ROWS if at_most(rows, STEP_ROWS) else FEW_ROWS,
+            WARPS=warps,
+            EARLY=starts_early(),
+            num_warps=warps,
+        )
+        return out
+
     @property
     def floats(self) -> bool:
         return self.weight.format is None
@@ -187,9 +227,10 @@ class DirectProduct:
     def outputs(self) -> int:
         return self.weight.rows // 2 if self.swiglu else self.weight.rows
 
-    def _stretches(self, rows: int | torch.SymInt) -> bool:
+    @property
+    def _stretches(self) -> bool:
         """Whether it is the product of `rows_direct_int4_triton`."""
-        return in_fixed_point(self.weight) and at_most(rows, FOUR_ROWS)
+        return in_fixed_point(self.weight)
 
     def _prepared(
         self, x: Tensor, norm: Tensor | None, squares: Tensor | None, eps: float, heads: int
@@ -200,8 +241,8 @@ class DirectProduct:
         if self.floats:
             prepared: tuple[Tensor, ...] = (torch.empty_like(x),)
         else:
-            planes = (rows, 2, k) if self._stretches(rows) else (blocks, 2 * columns, BLOCK.value)
-            factors = (rows, blocks) if self._stretches(rows) else (blocks, columns)
+            planes = (rows, 2, k) if self._stretches else (blocks, 2 * columns, BLOCK.value)
+            factors = (rows, blocks) if self._stretches else (blocks, columns)
             prepared = x.new_empty(planes, dtype=torch.int8), x.new_empty(factors, dtype=torch.float32)
         gates = 0 if self.gates is None else self.gates.shape[0]
         at_once = prepared_at_once(blocks, norm is not None)
@@ -219,7 +260,7 @@ class DirectProduct:
             HEADS=heads,
             PARTS=0 if squares is None else squares.shape[1],
             FLOATS=self.floats,
-            STRETCHES=self._stretches(rows),
+            STRETCHES=self._stretches,
             COLUMNS=columns,
             BLOCKS=at_once,
             GATES=gates,
@@ -256,10 +297,11 @@ class DirectProduct:
                 COLUMNS=columns,
                 WARPS=warps,
                 AHEAD=turns if turns <= ALL_AHEAD else AHEAD,
+                HOLD=turns <= ALL_AHEAD and columns == STEP_ROWS,
                 num_warps=warps,
                 **constants,
             )
-        elif self._stretches(rows):
+        elif self._stretches:
             tile = 2 * TILE if self.outputs > 4096 else TILE
             warps = triton.next_power_of_2(k // (STRETCH.value * BLOCK.value))
             launcher(direct_rows_early)[(self._programs(tile),)](

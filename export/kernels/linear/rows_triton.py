@@ -43,7 +43,7 @@ from ostinato.export.kernels.operands import TWO_ROWS, Convolution, HeadSquares,
 
 from . import prefill_triton, rows_direct_triton, step_triton
 from .limits import check_weight, heads_of
-from .rows_direct_triton import DirectProduct, in_fixed_point, prepared_at_once, takes_direct
+from .rows_direct_triton import DirectProduct, in_fixed_point, prepared_at_once, takes_direct, takes_unpacked
 from .rows_fixed_triton import fixed_rows_early
 from .rows_grouped_triton import grouped_rows_early, order_rows_early
 from .rows_prepare_triton import prepare_rows_early
@@ -331,8 +331,10 @@ class _FusedProduct:
         heads: int = 0,
     ) -> Tensor:
         """x [R, K] in bfloat16 -> [R, outputs] in `out_dtype`."""
+        direct = DirectProduct(self.weight, self.swiglu, self.residual, self.gates, self.gated)
+        if norm is None and takes_unpacked(x, self.weight, heads):
+            return direct.of_unprepared(x, squares, eps, heads, out_dtype)
         if takes_direct(x, self.weight):
-            direct = DirectProduct(self.weight, self.swiglu, self.residual, self.gates, self.gated)
             return direct.of(x, out_dtype, norm, squares, eps, heads)
         rows, k = x.shape
         blocks, split = (rows + self.columns - 1) // self.columns, self.splits > 1

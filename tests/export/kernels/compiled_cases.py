@@ -311,6 +311,7 @@ GROUPS = {
         written={
             "prepare_direct_rows_early": ["factors_ptr gated_ptr planes_ptr", "factors_ptr planes_ptr"],
             "direct_rows_early": ["out_ptr", "out_ptr state_ptr"],
+            "direct_unpacked_rows_early": ["out_ptr"],
         },
         complete=(80, 89, 90),
         # With a bias and the convolution.
@@ -342,6 +343,7 @@ GROUPS = {
             "fixed_rows_early": ["counters_ptr out_ptr parts_ptr", "gated_ptr out_ptr", "out_ptr"],
             "order_rows_early": ["counters_ptr inputs_ptr", "inputs_ptr"],
             "grouped_rows_early": ["counters_ptr out_ptr parts_ptr", "out_ptr"],
+            "direct_unpacked_rows_early": ["out_ptr"],
             "scaled_rows_early": ["out_ptr"],
         },
         complete=(80, 89, 90),

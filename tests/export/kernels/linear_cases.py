@@ -237,12 +237,20 @@ INTEGERS_SHAPES = [
     Shape(40, 1024, Int8(64), 4, 1, channels=8),
     Shape(20, 4224, Int8(128), 33, 2, channels=4),
 ]
+# Those whose heads are a part of a block, or that have many outputs, are prepared in `linear_add` too.
 FOUR_ROWS_SHAPES = [
-    Shape(72, 512, 128, 4, 3, channels=40, gates=20),
-    Shape(72, 1536, Int4(128, F16), 12, 1, channels=72, taps=2),
+    Shape(72, 512, 128, 8, 3, channels=40, gates=20),
+    Shape(72, 1536, Int4(128, F16), 24, 1, channels=72, taps=2),
     Shape(74, 2048, 128, 16, 2, channels=30, gates=5),
     Shape(40, 2560, 128, 10, 4, channels=8),
     Shape(4130, 512, 128, channels=4128),
+]
+UNPREPARED_SHAPES = [
+    Shape(72, 512, 128, 4, 3),
+    Shape(74, 1536, Int4(128, F16), 12, 1),
+    Shape(72, 1024, 128),
+    Shape(40, 2560, 128, 10, 8),
+    Shape(18, 4096, 128, 32, 4),
 ]
 ROWS_SHAPES = [
     Shape(72, 512, 128, 8, 3, channels=40, gates=20),

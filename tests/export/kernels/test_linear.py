@@ -18,7 +18,7 @@ from ostinato.export.formats.int4 import Int4
 from ostinato.export.formats.int4_min import Int4Min
 from ostinato.export.formats.int8 import Int8
 from ostinato.export.kernels.linear import prefill_triton, reference, rows_direct_triton, rows_triton, step_triton
-from ostinato.export.kernels.linear.rows_direct_triton import takes_direct
+from ostinato.export.kernels.linear.rows_direct_triton import takes_direct, takes_unpacked
 from ostinato.export.kernels.operands import RowIndex, Weight
 
 from ...comparison import relative_error
@@ -30,6 +30,7 @@ from .linear_cases import (
     PROMPT_SHAPES,
     ROWS_SHAPES,
     STEP_SHAPES,
+    UNPREPARED_SHAPES,
     Case,
     Error,
     Shape,
@@ -52,9 +53,10 @@ from .runs import (
 from .weights import BF16, F32, F64
 
 # The forms of `rows` whose weights go directly into operands, and formats that they take.
-FOUR_ROWS, INTEGERS, FLOATS = "four rows", "rows of integers", "rows of floats"
+FOUR_ROWS, UNPREPARED, INTEGERS, FLOATS = "four rows", "rows as they are", "rows of integers", "rows of floats"
 DIRECT: dict[str, list[tuple[int | Format | None, torch.dtype]]] = {
     FOUR_ROWS: [(128, BF16)],
+    UNPREPARED: [(128, BF16)],
     INTEGERS: [
         (64, BF16),
         (Int4(32, torch.float16), BF16),
@@ -171,6 +173,9 @@ FORMS = {
     FOUR_ROWS: Form(
         rows_triton, FOUR_ROWS_SHAPES, (2, 3, 4), direct_error, mixtures=FOUR_ROWS_MIXTURES, dtypes=(BF16,), thin=False
     ),
+    UNPREPARED: Form(
+        rows_triton, UNPREPARED_SHAPES, (3, 8, 9, 16), direct_error, ("linear_add",), dtypes=(BF16,), thin=False
+    ),
     # Those with other integers, for up to 4 rows and up to 8.
     INTEGERS: Form(
         rows_triton, INTEGERS_SHAPES, (3, 4, 5, 8), direct_error, mixtures=EIGHT_MIXTURES, dtypes=(BF16,), thin=False
@@ -192,7 +197,10 @@ def kernels_of(request: pytest.FixtureRequest) -> Callable[[str], Any]:
 
 def made(name: str, shape: Shape, runs: Sequence[Run], dtype: torch.dtype) -> Case:
     case = make(shape, runs, dtype, device=FORMS[name].device, panels=name == "C++")
-    assert name not in DIRECT or takes_direct(case.x, case.operand.weight)
+    if name == UNPREPARED:
+        assert takes_unpacked(case.x, case.operand.weight, shape.heads)
+    elif name in DIRECT:
+        assert takes_direct(case.x, case.operand.weight)
     return case
 
 
@@ -326,9 +334,9 @@ def test_a_row_does_not_depend_on_its_company(
         assert torch.equal(moved.run(kernels, operation)["out"][place], expected)
 
 
-@contract("name operation", product(DIRECT, STEP))
+@contract("name operation", [(name, operation) for name in DIRECT for operation in FORMS[name].operations])
 def test_few_rows_have_the_same_bits_in_any_number(kernels_of: Callable[[str], Any], name: str, operation: str) -> None:
-    runs = [Run(SLOT, 7), Run(0, 2), Run(3, 9), Run(1, 4)]
+    runs = [Run(SLOT, 7), Run(0, 2), Run(3, 9), Run(1, 4, 10 if name == UNPREPARED else 1)]
     case, kernels = made(name, Shape(76, 1024, DIRECT[name][0][0], channels=40), runs, BF16), kernels_of(name)
     expected = case.run(kernels, operation)
     for output, found in part_of(case, slice(3)).run(kernels, operation).items():

@@ -1,0 +1,169 @@
+# mypy: allow-untyped-defs
+"""Up to FEW_ROWS rows in bfloat16, as they stand, times int4 weights in groups of 128 that are unpacked to bfloat16.
+
+For products without a norm ahead. No kernel prepares the rows: an integer is exact in bfloat16, and the root mean square of a
+head is a factor of a group's sum, beside the group's scale. As in `rows_direct_int4_triton` each warp has a stretch of four
+blocks, and all weights are loaded before the wait. The sums of the warps are added in one order, and no row sees another.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
+
+from .rows_direct_int4_triton import STRETCH, load_weights
+from .rows_direct_store_triton import hold_loads, operand_of, store_direct
+from .rows_tiles_triton import BLOCK, INTERPRETED
+from .scales_triton import of_pair
+
+
+@triton.jit
+def direct_unpacked_rows_early(
+    x_ptr,
+    squares_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    rows,
+    EPS: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WARPS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Write out [R, N], R <= COLUMNS: the product of x [R, K] with a weight, and the operations behind it.
+
+    A program has ROWS weight rows.
+
+    Args:
+        HEADS: number of heads of a row, which are divided by their root mean squares; 0: x has no heads.
+        PARTS: number of parts of a head's sum of squares.
+    """
+    SCALE: tl.constexpr = scale_ptr.dtype.element_ty
+    start_next(EARLY)
+    rows = tl.cast(rows, tl.int32)
+    first = tl.program_id(0) * ROWS
+    row = tl.arange(0, COLUMNS)
+    output = first + tl.arange(0, ROWS)
+    tiles, scales = load_weights(weight_ptr, scale_ptr, first, N, K, False, ROWS, WARPS)
+    wait_for_previous(EARLY)
+    factors = ()
+    if HEADS > 0:
+        factors = load_factors(squares_ptr, rows, EPS, K, HEADS, PARTS, COLUMNS, WARPS)
+    inputs = ()
+    for turn in tl.static_range(STRETCH):
+        inputs = inputs + load_inputs(x_ptr, rows, turn, K, COLUMNS, WARPS)
+    hold_loads()
+    sums = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)
+    for turn in tl.static_range(STRETCH):
+        low, high = unpack(tiles[turn])
+        products = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)
+        products = multiply(low, inputs[2 * turn], products, ROWS, COLUMNS, WARPS)
+        products = multiply(high, inputs[2 * turn + 1], products, ROWS, COLUMNS, WARPS)
+        factor = of_pair(scales >> (32 * (turn // 2)), turn % 2 == 1, SCALE)[:, :, None]
+        if HEADS > 0:
+            factor = factor * factors[turn][:, None, :]
+        sums += products * factor
+    store_direct(
+        tl.sum(sums, 0), bias_ptr, residual_ptr, out_ptr, out_ptr, out_ptr, (), (), row, row, output, row, rows,
+        N, BIAS, RESIDUAL, False, 0, 0,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_inputs(x_ptr, rows, TURN: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, WARPS: tl.constexpr):
+    """Load block TURN of each warp's stretch: what low nibbles multiply and what high ones do, [8, WARPS, COLUMNS / 8, 64].
+
+    Zeros past the last row and for warps without a stretch.
+    """
+    STRETCHES: tl.constexpr = K // (STRETCH * BLOCK)
+    lane = tl.arange(0, 4)[:, None, None, None, None]
+    row = tl.arange(0, COLUMNS // 8)[None, None, None, :, None] * 8 + tl.arange(0, 8)[None, :, None, None, None]
+    warp = tl.arange(0, WARPS)[None, None, :, None, None]
+    inside = (row < rows) & ((warp < STRETCHES) | (STRETCHES == WARPS))
+    at = x_ptr + row * K + warp * (STRETCH * BLOCK) + TURN * BLOCK + (lane // 2 * 64 + lane % 2 * 16)
+    at += tl.arange(0, 8)[None, None, None, None, :]
+    halves = ()
+    for half in tl.static_range(2):
+        # A lane has 32 bytes of a row, and loads 16 at a time.
+        first = tl.load(at + half * 32, mask=inside, other=0.0)
+        second = tl.load(at + half * 32 + 8, mask=inside, other=0.0)
+        both = tl.permute(tl.join(first, second), (1, 2, 3, 0, 5, 4))
+        halves = halves + (tl.reshape(both, [8, WARPS, COLUMNS // 8, 64]),)  # type: ignore[assignment]  # noqa: RUF005
+    return halves
+
+
+@triton.jit
+def load_factors(
+    squares_ptr,
+    rows,
+    EPS: tl.constexpr,
+    K: tl.constexpr,
+    HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """1 / rms of the head of each block of the warps' stretches: a tuple of [WARPS, COLUMNS]."""
+    SIZE: tl.constexpr = K // HEADS
+    row = tl.arange(0, COLUMNS)[:, None, None, None]
+    turn = tl.arange(0, STRETCH)[None, :, None, None]
+    warp = tl.arange(0, WARPS)[None, None, :, None]
+    part = tl.arange(0, triton.next_power_of_2(PARTS))[None, None, None, :]
+    head = (warp * STRETCH + turn) * BLOCK // SIZE
+    known = (row < rows) & (head < HEADS) & (part < PARTS)
+    squares = tl.load(squares_ptr + (row * HEADS + head) * PARTS + part, mask=known, other=0.0)
+    factors = tl.permute(tl.rsqrt(tl.sum(squares, 3) / SIZE + EPS), (2, 0, 1))
+    pairs = tl.split(tl.permute(tl.reshape(factors, [WARPS, COLUMNS, 2, 2]), (0, 1, 3, 2)))
+    return tl.split(pairs[0]) + tl.split(pairs[1])
+
+
+@triton.jit
+def multiply(weights, inputs, sums, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WARPS: tl.constexpr):
+    """sums [WARPS, ROWS, COLUMNS] + weights [8, WARPS, ROWS / 8, 64] times inputs [8, WARPS, COLUMNS / 8, 64], bfloat16."""
+    columns = tl.permute(operand_of(inputs, COLUMNS, WARPS), (0, 2, 1))
+    return tl.dot(operand_of(weights, ROWS, WARPS), columns, sums)
+
+
+@triton.jit
+def unpack(packed):
+    """Bytes [.., 64] uint8 -> the weights of low nibbles and of high ones, bfloat16."""
+    if INTERPRETED:
+        low = (packed.to(tl.int32) & 15) - 8
+        high = (packed.to(tl.int32) >> 4) - 8
+        return low.to(tl.float32).to(tl.bfloat16), high.to(tl.float32).to(tl.bfloat16)
+    else:
+        # A nibble below the byte 0x43 is the bits of 128 plus the nibble, and 136 is taken off.
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 low, high, one, offset;
+            mov.b32 one, 0x3F803F80;
+            mov.b32 offset, 0xC308C308;
+            and.b32 low, $4, 0x0F0F0F0F;
+            shr.u32 high, $4, 4;
+            and.b32 high, high, 0x0F0F0F0F;
+            prmt.b32 $0, low, 0x43434343, 0x4140;
+            prmt.b32 $1, low, 0x43434343, 0x4342;
+            prmt.b32 $2, high, 0x43434343, 0x4140;
+            prmt.b32 $3, high, 0x43434343, 0x4342;
+            fma.rn.bf16x2 $0, $0, one, offset;
+            fma.rn.bf16x2 $1, $1, one, offset;
+            fma.rn.bf16x2 $2, $2, one, offset;
+            fma.rn.bf16x2 $3, $3, one, offset;
+            }""",
+            "=&r,=&r,=&r,=&r,r",
+            [packed],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
