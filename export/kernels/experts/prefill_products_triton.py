@@ -9,51 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-
-
-@triton.jit
-def unpack_nibbles(packed, dtype: tl.constexpr, MINIMUM: tl.constexpr):
-    """Packed bytes [N, B] -> the weights of their low and of their high nibbles, without scales: [N, B] each, exact in
-    `dtype`."""
-    if INTERPRETED or dtype != tl.bfloat16:
-        LEAST: tl.constexpr = 0.0 if MINIMUM else 8.0
-        low = (packed & 15).to(tl.float32) - LEAST
-        high = (packed >> 4).to(tl.float32) - LEAST
-        return low.to(dtype), high.to(dtype)
-    else:
-        # -128 or -136, twice.
-        OFFSET: tl.constexpr = "0xc300c300" if MINIMUM else "0xc308c308"
-        # A nibble in the low mantissa bits of the bfloat16 128 makes it 128 + nibble. This code unpacks four bytes at a time;
-        # Triton's own would unpack them one by one.
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 first, second, mask, magic, one, offset;
-            mov.b32 mask, 0x000f000f;
-            mov.b32 magic, 0x43004300;
-            mov.b32 one, 0x3f803f80;
-            mov.b32 offset, """
-            + OFFSET
-            + """;
-            prmt.b32 first, $4, 0, 0x4140;
-            prmt.b32 second, $4, 0, 0x4342;
-            lop3.b32 $0, first, mask, magic, 0xEA;
-            lop3.b32 $1, second, mask, magic, 0xEA;
-            shr.u32 first, first, 4;
-            shr.u32 second, second, 4;
-            lop3.b32 $2, first, mask, magic, 0xEA;
-            lop3.b32 $3, second, mask, magic, 0xEA;
-            fma.rn.bf16x2 $0, $0, one, offset;
-            fma.rn.bf16x2 $1, $1, one, offset;
-            fma.rn.bf16x2 $2, $2, one, offset;
-            fma.rn.bf16x2 $3, $3, one, offset;
-            }""",
-            "=&r,=&r,=&r,=&r,r",
-            [packed],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
-        )
+from ostinato.export.kernels.linear.rows_tiles_triton import INTERPRETED, unpack_nibbles
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from ostinato.export.kernels.early_start_triton import start_next, wait_for_prev
 
 from .rows_direct_int4_triton import STRETCH, load_weights
 from .rows_direct_store_triton import hold_loads, operand_of, store_direct
-from .rows_tiles_triton import BLOCK, INTERPRETED
+from .rows_tiles_triton import BLOCK, unpack_nibbles
 from .scales_triton import of_pair
 
 
@@ -66,7 +66,7 @@ def direct_unpacked_rows_early(
     hold_loads()
     sums = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)
     for turn in tl.static_range(STRETCH):
-        low, high = unpack(tiles[turn])
+        low, high = unpack_nibbles(tiles[turn], tl.bfloat16, False)
         products = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)
         products = multiply(low, inputs[2 * turn], products, ROWS, COLUMNS, WARPS)
         products = multiply(high, inputs[2 * turn + 1], products, ROWS, COLUMNS, WARPS)
@@ -133,37 +133,3 @@ def multiply(weights, inputs, sums, ROWS: tl.constexpr, COLUMNS: tl.constexpr, W
     """sums [WARPS, ROWS, COLUMNS] + weights [8, WARPS, ROWS / 8, 64] times inputs [8, WARPS, COLUMNS / 8, 64], bfloat16."""
     columns = tl.permute(operand_of(inputs, COLUMNS, WARPS), (0, 2, 1))
     return tl.dot(operand_of(weights, ROWS, WARPS), columns, sums)
-
-
-@triton.jit
-def unpack(packed):
-    """Bytes [.., 64] uint8 -> the weights of low nibbles and of high ones, bfloat16."""
-    if INTERPRETED:
-        low = (packed.to(tl.int32) & 15) - 8
-        high = (packed.to(tl.int32) >> 4) - 8
-        return low.to(tl.float32).to(tl.bfloat16), high.to(tl.float32).to(tl.bfloat16)
-    else:
-        # A nibble below the byte 0x43 is the bits of 128 plus the nibble, and 136 is taken off.
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 low, high, one, offset;
-            mov.b32 one, 0x3F803F80;
-            mov.b32 offset, 0xC308C308;
-            and.b32 low, $4, 0x0F0F0F0F;
-            shr.u32 high, $4, 4;
-            and.b32 high, high, 0x0F0F0F0F;
-            prmt.b32 $0, low, 0x43434343, 0x4140;
-            prmt.b32 $1, low, 0x43434343, 0x4342;
-            prmt.b32 $2, high, 0x43434343, 0x4140;
-            prmt.b32 $3, high, 0x43434343, 0x4342;
-            fma.rn.bf16x2 $0, $0, one, offset;
-            fma.rn.bf16x2 $1, $1, one, offset;
-            fma.rn.bf16x2 $2, $2, one, offset;
-            fma.rn.bf16x2 $3, $3, one, offset;
-            }""",
-            "=&r,=&r,=&r,=&r,r",
-            [packed],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
-        )

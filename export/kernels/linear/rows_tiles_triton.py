@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
-"""Int4 weights as operands of tensor cores, in a step of several rows. A *block* is 128 elements of a row.
+"""Int4 weights as operands of tensor cores. A *block* is 128 elements of a row.
 
-Weights become bytes, for inputs in fixed point. A block is stored in 64 bytes of two nibbles. It becomes two tiles of bytes,
-one from the low nibbles and one from the high nibbles; each byte is 16 times a weight. Inputs must stand in the same order
+A block is stored in 64 bytes of two nibbles. It becomes two tiles, one from the low nibbles and one from the high nibbles:
+of bfloat16, or of bytes, for inputs in fixed point. Each byte is 16 times a weight. Inputs must stand in the same order
 (`rows_prepare_triton`).
 
 Where few rows share a weight, a program's warps divide its blocks: each warp has one of WARPS neighbouring blocks, for all
@@ -48,6 +48,48 @@ def unpack_bytes(packed):
             "=r,=r,r",
             [packed],
             dtype=(tl.int8, tl.int8),
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.jit
+def unpack_nibbles(packed, dtype: tl.constexpr, MINIMUM: tl.constexpr):
+    """Packed bytes [.., B] -> the weights of their low and of their high nibbles, without scales: [.., B] each, exact in
+    `dtype`. With MINIMUM a nibble is q, else q + 8."""
+    if INTERPRETED or dtype != tl.bfloat16:
+        LEAST: tl.constexpr = 0.0 if MINIMUM else 8.0
+        low = (packed & 15).to(tl.float32) - LEAST
+        high = (packed >> 4).to(tl.float32) - LEAST
+        return low.to(dtype), high.to(dtype)
+    else:
+        # -128 or -136, twice.
+        OFFSET: tl.constexpr = "0xc300c300" if MINIMUM else "0xc308c308"
+        # A nibble below the byte 0x43 is the bits of the bfloat16 128 + nibble. This code unpacks four bytes at a time;
+        # Triton's own would unpack them one by one.
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 low, high, magic, one, offset;
+            mov.b32 magic, 0x43434343;
+            mov.b32 one, 0x3f803f80;
+            mov.b32 offset, """
+            + OFFSET
+            + """;
+            and.b32 low, $4, 0x0f0f0f0f;
+            shr.u32 high, $4, 4;
+            and.b32 high, high, 0x0f0f0f0f;
+            prmt.b32 $0, low, magic, 0x4140;
+            prmt.b32 $1, low, magic, 0x4342;
+            prmt.b32 $2, high, magic, 0x4140;
+            prmt.b32 $3, high, magic, 0x4342;
+            fma.rn.bf16x2 $0, $0, one, offset;
+            fma.rn.bf16x2 $1, $1, one, offset;
+            fma.rn.bf16x2 $2, $2, one, offset;
+            fma.rn.bf16x2 $3, $3, one, offset;
+            }""",
+            "=&r,=&r,=&r,=&r,r",
+            [packed],
+            dtype=(tl.bfloat16, tl.bfloat16),
             is_pure=True,
             pack=4,
         )
