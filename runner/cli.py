@@ -8,7 +8,7 @@ import io
 import os
 import sys
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from .completion import SHELLS, PrintCompletion
 from .imports import long_imports
@@ -42,16 +42,24 @@ def main(argv: list[str] | None = None) -> int:
     interrupted."""
     _prepare_streams()
     try:
+        return _status(argv)
+    finally:
+        _drop_rest(sys.stderr)
+
+
+def _status(argv: list[str] | None) -> int:
+    try:
         try:
             return _run(argv)
         finally:
             sys.stdout.flush()
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        with suppress(OSError):
+            print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The program that reads our output has ended (`ostinato run ... | head`).
-        _drop_output()
+        _drop_rest(sys.stdout)
         return 0
     except MemoryError:
         _complain("the host has not enough memory for this")
@@ -59,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         # An error without a file's name comes from stdout, which may be on a full disk.
         _complain(f"{error.filename or 'the output'}: {error.strerror or error}")
-        _drop_output()
+        _drop_rest(sys.stdout)
         return 2
 
 
@@ -135,12 +143,12 @@ def _prepare_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _drop_output() -> None:
-    """Drop what stdout does not take. Without this, Python complains at exit."""
+def _drop_rest(stream: TextIO) -> None:
+    """Drop what a stream does not take. Without this, Python complains at exit of stdout, and ends with 120 for stderr."""
     try:
-        sys.stdout.flush()
+        stream.flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 if __name__ == "__main__":
