@@ -171,8 +171,8 @@ def test_all_goals_held() -> None:
     [
         *((made_up(name, goal - 1), name) for name, goal in GOALS.items()),
         (made_up("3", 96.0, 100.0), "3 over llama.cpp"),
-        (made_up("128", GOALS["128"], host_us=250.1), "128: Python per step"),
-        (made_up("128", GOALS["128"], host_us=None), "128: Python per step"),
+        (made_up("128", 10400, host_us=250.1), "128: Python per step"),
+        (made_up("128", 10400, host_us=None), "128: Python per step"),
     ],
 )
 def test_a_goal_that_was_missed(row: Row, complaint: str) -> None:
@@ -189,9 +189,7 @@ def test_goals_are_for_one_shape_on_a_gpu() -> None:
 
 
 def test_the_exit_status_and_what_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    goal = GOALS["8"]
-    slow = goal - 1
-    rows = [made_up("1 of 64", 1030.0), made_up("3", 1500.0, 300.0), made_up("8", slow, 1000.0)]
+    rows = [made_up("1 of 64", 1030.0), made_up("3", 1500.0, 300.0), made_up("8", 3309.0, 1000.0)]
     monkeypatch.setattr(bench_batch, "measure", lambda *_: rows)
     monkeypatch.setattr(bench_batch, "device_of", lambda _: "cuda")
     assert bench_batch.main(["artifact"]) == 1
@@ -199,9 +197,9 @@ def test_the_exit_status_and_what_is_printed(monkeypatch: pytest.MonkeyPatch, ca
     assert [line.split() for line in lines[5:8]] == [
         ["1", "of", "64", "1,030.0", "0.971", "60.0", "1,020", "yes"],
         ["3", "1,500.0", "300.0", "5.00", "2.000", "60.0"],
-        ["8", f"{slow:,}.0", "1,000.0", f"{slow / 1000:.2f}", f"{8000 / slow:.3f}", "60.0", f"{goal:,}", "NO"],
+        ["8", "3,309.0", "1,000.0", "3.31", "2.418", "60.0", "3,310", "NO"],
     ]
-    assert lines[9:] == [f"MISSED: 8: {slow:,}.0 tokens/s, wanted: {goal:,} or more"]
+    assert lines[9:] == ["MISSED: 8: 3,309.0 tokens/s, wanted: 3,310 or more"]
     assert bench_batch.main(["artifact", "--skip-goals"]) == 0
     out = capsys.readouterr().out
     assert "MISSED" not in out and "goal" not in out

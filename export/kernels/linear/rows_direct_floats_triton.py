@@ -17,8 +17,8 @@ from .rows_direct_store_triton import (
     hold_loads,
     load_past,
     load_taps,
+    multiply,
     offset_in_run,
-    operand_of,
     store_direct,
     stored_lines,
 )
@@ -97,8 +97,7 @@ def direct_floats_rows_early(
         tiles = tiles[1:]
         if turn + AHEAD < TURNS:
             tiles = tiles + (load_turn(of_weight, turn + AHEAD, K, WARPS),)  # type: ignore[assignment]  # noqa: RUF005
-        columns = tl.permute(operand_of(inputs[turn], COLUMNS, WARPS), (0, 2, 1))
-        sums = tl.dot(operand_of(weights, ROWS, WARPS), columns, sums)
+        sums = multiply(weights, inputs[turn], sums)
     store_direct(
         tl.sum(sums, 0), bias_ptr, residual_ptr, state_ptr, slots_ptr, out_ptr, taps, past, slot, offset, output, row, rows,
         N, BIAS, RESIDUAL, SWIGLU, CHANNELS, TAPS,

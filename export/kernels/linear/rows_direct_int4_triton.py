@@ -17,7 +17,7 @@ import triton.language as tl
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 from ostinato.export.kernels.operands import FOUR_ROWS
 
-from .rows_direct_store_triton import load_past, load_taps, offset_in_run, operand_of, store_direct, stored_lines
+from .rows_direct_store_triton import load_past, load_taps, multiply, offset_in_run, store_direct, stored_lines
 from .rows_tiles_triton import BLOCK, ROUNDING_BITS, unpack_bytes
 from .scales_triton import of_pair
 from .step_fixed_point_triton import ROUNDING
@@ -85,8 +85,8 @@ def direct_rows_early(
             following = load_inputs(planes_ptr, factors_ptr, rows, turn + 1, K, WARPS)
         low, high = unpack_bytes(tiles[turn])
         start = tl.full([WARPS, ROWS, 2 * COLUMNS], ROUNDING_BITS, tl.int32)
-        integers = multiply(low, low_x, start, ROWS, WARPS)
-        integers = multiply(high, high_x, integers, ROWS, WARPS)
+        integers = multiply(low, low_x, start)
+        integers = multiply(high, high_x, integers)
         of_line = of_pair(scales >> (32 * (turn // 2)), turn % 2 == 1, SCALE)
         sums += joined_planes(integers) * (of_line[:, :, None] * factor[:, None, :])
     store_direct(
@@ -153,13 +153,6 @@ def load_inputs(planes_ptr, factors_ptr, rows, TURN: tl.constexpr, K: tl.constex
     known = (of_row < rows) & (of_warp < STRETCHES)
     factor = tl.load(factors_ptr + of_row * (K // BLOCK) + (of_warp * STRETCH + TURN), mask=known, other=0.0)
     return tl.load(at, mask=inside, other=0), tl.load(at + 64, mask=inside, other=0), factor
-
-
-@triton.jit
-def multiply(weights, inputs, sums, ROWS: tl.constexpr, WARPS: tl.constexpr):
-    """sums [WARPS, ROWS, 2 COLUMNS] + weights [8, WARPS, ROWS / 8, 64] times inputs [2 COLUMNS, WARPS, 1, 64], int8."""
-    columns = tl.permute(operand_of(inputs, 2 * COLUMNS, WARPS), (0, 2, 1))
-    return tl.dot(operand_of(weights, ROWS, WARPS), columns, sums, out_dtype=tl.int32)
 
 
 @triton.jit

@@ -32,12 +32,21 @@ def stored_lines(line, first, N: tl.constexpr, SWIGLU: tl.constexpr, ROWS: tl.co
 
 
 @triton.jit
-def operand_of(tile, ROWS: tl.constexpr, WARPS: tl.constexpr):
+def multiply(weights, inputs, sums):
+    """sums [WARPS, ROWS, COLUMNS] + weights [8, WARPS, ROWS / 8, 64 bytes] times inputs [8, WARPS, COLUMNS / 8, 64 bytes]."""
+    columns = tl.permute(operand_of(inputs), (0, 2, 1))
+    return tl.dot(operand_of(weights), columns, sums, out_dtype=sums.dtype)
+
+
+@triton.jit
+def operand_of(tile):
     """A tile [8, WARPS, ROWS / 8, 64 bytes] -> [WARPS, ROWS, 64 bytes], the left operand of a product; the right one must be
     transposed.
 
     See `rows_tiles_triton.operand`.
     """
+    WARPS: tl.constexpr = tile.shape[1]
+    ROWS: tl.constexpr = tile.shape[2] * 8
     SIZE: tl.constexpr = tile.shape[3]
     tile = tl.reshape(tl.permute(tile, (1, 2, 0, 3)), [WARPS, ROWS, 4, 4, SIZE // 16])
     return tl.reshape(tl.permute(tile, (0, 1, 3, 2, 4)), [WARPS, ROWS, SIZE])

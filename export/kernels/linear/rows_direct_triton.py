@@ -35,6 +35,8 @@ from .step_kernels_triton import store_gates
 from .step_triton import bits_of
 
 MAX_WARPS = 8
+# Elements of a warp's stretch of K.
+LENGTH = STRETCH.value * BLOCK.value
 # Weight rows of a program, the fewest that tensor cores take on the left.
 TILE = 16
 # Rows of gates per program.
@@ -63,17 +65,22 @@ def takes_direct(x: Tensor, weight: Weight) -> bool:
     return at_most(x.shape[0], STEP_ROWS)
 
 
-def takes_unpacked(x: Tensor, weight: Weight, heads: int) -> bool:
-    """Whether there is a product of rows x [R, K] as they are with a weight [N, K], or of `heads` heads that are divided."""
+def takes_unprepared(x: Tensor, weight: Weight, heads: int) -> bool:
+    """Whether the kernel of small weights takes a weight [N, K] and rows x [R, K] as they are. heads: those of a row, which
+    are divided by their root mean squares; 0: none."""
     small = in_fixed_point(weight) and has_stretches(weight.columns) and weight.rows <= SMALL
     whole = heads == 0 or weight.columns // heads % BLOCK.value == 0
     return x.dtype == torch.bfloat16 and small and whole and at_most(x.shape[0], FEW_ROWS)
 
 
 def has_stretches(k: int) -> bool:
-    """Whether K is divided among the warps of a program in stretches of several blocks."""
-    size = STRETCH.value * BLOCK.value
-    return k % size == 0 and k <= MAX_WARPS * size
+    """Whether the warps of a program can have K in stretches."""
+    return k % LENGTH == 0 and k <= MAX_WARPS * LENGTH
+
+
+def warps_for(k: int) -> int:
+    """Warps of a program that have K in stretches."""
+    return int(triton.next_power_of_2(k // LENGTH))
 
 
 def in_fixed_point(weight: Weight) -> bool:
@@ -194,12 +201,12 @@ class DirectProduct:
         return self._multiplied(prepared, torch.empty((x.shape[0], self.outputs), dtype=out_dtype, device=x.device))
 
     def of_unprepared(
-        self, x: Tensor, squares: Tensor | None, eps: float, heads: int, out_dtype: torch.dtype
+        self, x: Tensor, out_dtype: torch.dtype, squares: Tensor | None, eps: float, heads: int
     ) -> Tensor:
-        """x [R, K] in bfloat16, `takes_unpacked` -> [R, outputs] in `out_dtype`."""
+        """x [R, K] in bfloat16, `takes_unprepared` -> [R, outputs] in `out_dtype`."""
         weight, (rows, k) = self.weight, x.shape
         out = torch.empty((rows, self.outputs), dtype=out_dtype, device=x.device)
-        warps = triton.next_power_of_2(k // (STRETCH.value * BLOCK.value))
+        warps = warps_for(k)
         launcher(direct_unpacked_rows_early)[(self._programs(TILE),)](
             *pointers(x, squares, weight.values, weight.scale, weight.bias, self.residual),
             out,
@@ -303,7 +310,7 @@ class DirectProduct:
             )
         elif self._stretches:
             tile = 2 * TILE if self.outputs > 4096 else TILE
-            warps = triton.next_power_of_2(k // (STRETCH.value * BLOCK.value))
+            warps = warps_for(k)
             launcher(direct_rows_early)[(self._programs(tile),)](
                 *pointers(*prepared, weight.values, weight.scale, *optional),
                 out,

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Up to FEW_ROWS rows in bfloat16, as they stand, times int4 weights in groups of 128 that are unpacked to bfloat16.
+"""Up to FEW_ROWS rows in bfloat16, as they are, times int4 weights in groups of 128 that are unpacked to bfloat16.
 
 For products without a norm ahead. No kernel prepares the rows: an integer is exact in bfloat16, and the root mean square of a
 head is a factor of a group's sum, beside the group's scale. As in `rows_direct_int4_triton` each warp has a stretch of four
@@ -14,7 +14,7 @@ import triton.language as tl
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 
 from .rows_direct_int4_triton import STRETCH, load_weights
-from .rows_direct_store_triton import hold_loads, operand_of, store_direct
+from .rows_direct_store_triton import hold_loads, multiply, store_direct
 from .rows_tiles_triton import BLOCK, unpack_nibbles
 from .scales_triton import of_pair
 
@@ -68,8 +68,8 @@ def direct_unpacked_rows_early(
     for turn in tl.static_range(STRETCH):
         low, high = unpack_nibbles(tiles[turn], tl.bfloat16, False)
         products = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)
-        products = multiply(low, inputs[2 * turn], products, ROWS, COLUMNS, WARPS)
-        products = multiply(high, inputs[2 * turn + 1], products, ROWS, COLUMNS, WARPS)
+        products = multiply(low, inputs[2 * turn], products)
+        products = multiply(high, inputs[2 * turn + 1], products)
         factor = of_pair(scales >> (32 * (turn // 2)), turn % 2 == 1, SCALE)[:, :, None]
         if HEADS > 0:
             factor = factor * factors[turn][:, None, :]
@@ -126,10 +126,3 @@ def load_factors(
     factors = tl.permute(tl.rsqrt(tl.sum(squares, 3) / SIZE + EPS), (2, 0, 1))
     pairs = tl.split(tl.permute(tl.reshape(factors, [WARPS, COLUMNS, 2, 2]), (0, 1, 3, 2)))
     return tl.split(pairs[0]) + tl.split(pairs[1])
-
-
-@triton.jit
-def multiply(weights, inputs, sums, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WARPS: tl.constexpr):
-    """sums [WARPS, ROWS, COLUMNS] + weights [8, WARPS, ROWS / 8, 64] times inputs [8, WARPS, COLUMNS / 8, 64], bfloat16."""
-    columns = tl.permute(operand_of(inputs, COLUMNS, WARPS), (0, 2, 1))
-    return tl.dot(operand_of(weights, ROWS, WARPS), columns, sums)

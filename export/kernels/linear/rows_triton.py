@@ -43,7 +43,7 @@ from ostinato.export.kernels.operands import TWO_ROWS, Convolution, HeadSquares,
 
 from . import prefill_triton, rows_direct_triton, step_triton
 from .limits import check_weight, heads_of
-from .rows_direct_triton import DirectProduct, in_fixed_point, prepared_at_once, takes_direct, takes_unpacked
+from .rows_direct_triton import DirectProduct, in_fixed_point, prepared_at_once, takes_direct, takes_unprepared
 from .rows_fixed_triton import fixed_rows_early
 from .rows_grouped_triton import grouped_rows_early, order_rows_early
 from .rows_prepare_triton import prepare_rows_early
@@ -332,8 +332,8 @@ class _FusedProduct:
     ) -> Tensor:
         """x [R, K] in bfloat16 -> [R, outputs] in `out_dtype`."""
         direct = DirectProduct(self.weight, self.swiglu, self.residual, self.gates, self.gated)
-        if norm is None and takes_unpacked(x, self.weight, heads):
-            return direct.of_unprepared(x, squares, eps, heads, out_dtype)
+        if norm is None and takes_unprepared(x, self.weight, heads):
+            return direct.of_unprepared(x, out_dtype, squares, eps, heads)
         if takes_direct(x, self.weight):
             return direct.of(x, out_dtype, norm, squares, eps, heads)
         rows, k = x.shape

@@ -243,7 +243,7 @@ FOUR_ROWS_SHAPES = [
     Shape(72, 1536, Int4(128, F16), 24, 1, channels=72, taps=2),
     Shape(74, 2048, 128, 16, 2, channels=30, gates=5),
     Shape(40, 2560, 128, 10, 4, channels=8),
-    Shape(4130, 512, 128, channels=4128),
+    Shape(4130, 512, 128, 4, 2, channels=4128),
 ]
 UNPREPARED_SHAPES = [
     Shape(72, 512, 128, 4, 3),

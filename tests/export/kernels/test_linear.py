@@ -18,7 +18,7 @@ from ostinato.export.formats.int4 import Int4
 from ostinato.export.formats.int4_min import Int4Min
 from ostinato.export.formats.int8 import Int8
 from ostinato.export.kernels.linear import prefill_triton, reference, rows_direct_triton, rows_triton, step_triton
-from ostinato.export.kernels.linear.rows_direct_triton import takes_direct, takes_unpacked
+from ostinato.export.kernels.linear.rows_direct_triton import takes_direct, takes_unprepared
 from ostinato.export.kernels.operands import RowIndex, Weight
 
 from ...comparison import relative_error
@@ -198,7 +198,7 @@ def kernels_of(request: pytest.FixtureRequest) -> Callable[[str], Any]:
 def made(name: str, shape: Shape, runs: Sequence[Run], dtype: torch.dtype) -> Case:
     case = make(shape, runs, dtype, device=FORMS[name].device, panels=name == "C++")
     if name == UNPREPARED:
-        assert takes_unpacked(case.x, case.operand.weight, shape.heads)
+        assert takes_unprepared(case.x, case.operand.weight, shape.heads)
     elif name in DIRECT:
         assert takes_direct(case.x, case.operand.weight)
     return case
