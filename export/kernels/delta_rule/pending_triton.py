@@ -43,18 +43,24 @@ def updates_of(
 
 
 @triton.jit
-def count_cell(updates: tl.tensor, BLOCK: tl.constexpr, V: tl.constexpr, P: tl.constexpr) -> tl.tensor:
-    """Return where the first count is that belongs to this program's block of values."""
-    tl.static_assert(BLOCK % 8 == 0, "a program has counts of its own for eight values at a time")
-    return updates + (P * V + V - V // 8) + tl.program_id(0) * (BLOCK // 8)
+def count_cell(updates: tl.tensor, begin: tl.tensor, V: tl.constexpr, P: tl.constexpr) -> tl.tensor:
+    """Return where the first count is that belongs to a block of values which begins with `begin`, a multiple of eight."""
+    return updates + (P * V + V - V // 8) + begin // 8
 
 
 @triton.jit
 def store_count(
-    updates: tl.tensor, count: tl.tensor, filled: tl.tensor, BLOCK: tl.constexpr, V: tl.constexpr, P: tl.constexpr
+    updates: tl.tensor,
+    begin: tl.tensor,
+    count: tl.tensor,
+    filled: tl.tensor,
+    BLOCK: tl.constexpr,
+    V: tl.constexpr,
+    P: tl.constexpr,
 ) -> None:
-    """Store all counts that belong to this program's block of values, where `filled`."""
-    cells = count_cell(updates, BLOCK, V, P) + tl.arange(0, BLOCK // 8)
+    """Store all counts that belong to a block of values from `begin` on, where `filled`."""
+    tl.static_assert(BLOCK % 8 == 0, "a program has counts of its own for eight values at a time")
+    cells = count_cell(updates, begin, V, P) + tl.arange(0, BLOCK // 8)
     tl.store(cells, tl.zeros((BLOCK // 8,), tl.float32) + count, mask=filled)
 
 

@@ -218,7 +218,8 @@ def scan_kernel(
     key_head = head // (HEADS // KEY_HEADS)
     padded = tl.cast(padded, tl.int64)
     keys = tl.arange(0, K)
-    values = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    begin = tl.program_id(0) * BLOCK
+    values = begin + tl.arange(0, BLOCK)
     token = tl.arange(0, CHUNK)
     slot = tl.load(slots)
     cells = state + (tl.maximum(slot, 0) * HEADS + head) * K * V + keys[None, :] * V + values[:, None]
@@ -227,7 +228,7 @@ def scan_kernel(
     s = tl.where(fresh, 0.0, s)
     held_keys = keys_of(pending_keys, slot, head, HEADS, KEY_HEADS, K, P)
     updates = updates_of(pending, slot, head, HEADS, V, P)
-    count = tl.load(count_cell(updates, BLOCK, V, P), mask=(slot >= 0) & (fresh == 0), other=0.0).to(tl.int32)
+    count = tl.load(count_cell(updates, begin, V, P), mask=(slot >= 0) & (fresh == 0), other=0.0).to(tl.int32)
     s = add_pending_columns(s, held_keys, updates, count, values, K, V, P)
     q_factors = factors + head * padded
     k_factors = q_factors + HEADS * padded
@@ -258,4 +259,4 @@ def scan_kernel(
         k = tl.load(k_cells, mask=inside[:, None], other=0.0)
         s = multiply_add(new * k_factor[None, :], k, s * decay)
     tl.store(cells, s, mask=slot >= 0)
-    store_count(updates, 0, slot >= 0, BLOCK, V, P)
+    store_count(updates, begin, 0, slot >= 0, BLOCK, V, P)

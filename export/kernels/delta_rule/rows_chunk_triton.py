@@ -118,6 +118,7 @@ def delta_run_rows_early(
     LONG: tl.constexpr,
     CHUNK: tl.constexpr,
     PARTS: tl.constexpr,
+    SPAN: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Program (block of values, head, z) moves the state by the long runs z, z + Z, ..., Z being the size of the grid.
@@ -149,10 +150,10 @@ def delta_run_rows_early(
         fresh = tl.load(positions + first) == 0
         keys = keys_of(pending_keys, slot, head, HEADS, KEY_HEADS, K, P)
         updates = updates_of(pending, slot, head, HEADS, V, P)
-        count = tl.load(count_cell(updates, BLOCK, V, P), mask=fresh == 0, other=0.0).to(tl.int32)
+        count = tl.load(count_cell(updates, tl.program_id(0) * BLOCK, V, P), mask=fresh == 0, other=0.0).to(tl.int32)
         take_run(
             state + (slot.to(tl.int64) * HEADS + head) * (K * V), keys, updates, count, fresh, mixed, solved, pairs,
-            factors, out, squares, rows, first, end, head, values, norm, HEADS, KEY_HEADS, K, V, P, CHUNK, PARTS, EARLY,
+            factors, out, squares, rows, first, end, head, values, norm, HEADS, KEY_HEADS, K, V, P, CHUNK, PARTS, SPAN, EARLY,
         )  # fmt: skip
 
 
@@ -187,6 +188,7 @@ def take_run(
     P: tl.constexpr,
     CHUNK: tl.constexpr,
     PARTS: tl.constexpr,
+    SPAN: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Moves a head's state [K, V] by the rows from `first` to `end`, and stores their outputs.
@@ -203,11 +205,11 @@ def take_run(
     s = tl.load(cells, mask=fresh == 0, other=0.0)
     s = add_pending_columns(s, pending_keys, updates, count, values, K, V, P)
     wait_for_previous(EARLY)
-    store_count(updates, 0, True, values.shape[0], V, P)
+    store_count(updates, tl.program_id(0) * values.shape[0], 0, True, values.shape[0], V, P)
     for start in tl.range(first, end, CHUNK, num_stages=3):
         s = take_chunk(
             s, mixed, solved, pairs, factors, out, squares, size, start, end, head, values, norm, HEADS, KEY_HEADS, K, V,
-            CHUNK, PARTS,
+            CHUNK, PARTS, SPAN,
         )  # fmt: skip
     tl.store(cells, s)
 
@@ -296,6 +298,7 @@ def take_chunk(
     V: tl.constexpr,
     CHUNK: tl.constexpr,
     PARTS: tl.constexpr,
+    SPAN: tl.constexpr,
 ) -> tl.tensor:
     """Return the state s [BLOCK, K] after CHUNK rows from `start` on, and store the outputs of the rows."""
     ROW: tl.constexpr = 2 * KEY_HEADS * K + 2 * HEADS * V
@@ -327,7 +330,11 @@ def take_chunk(
     o = multiply_parts(delta, pairs + cells, size, of_queries * q_factor[None, :], PARTS, inside[None, :])
     result = o * norm[:, None] * z * tl.sigmoid(z)
     tl.store(out + of_head[None, :] * V + values[:, None], result.to(out.dtype.element_ty), mask=inside[None, :])
-    tl.store(squares + of_head * tl.num_programs(0) + tl.program_id(0), tl.sum(o * o, 0), mask=inside)
+    SPANS: tl.constexpr = values.shape[0] // SPAN
+    span = tl.arange(0, SPANS)
+    sums = tl.where((span == 0)[:, None], tl.sum(o * o, 0)[None, :], 0.0)
+    to = squares + of_head[None, :] * (V // SPAN) + (tl.program_id(0) * SPANS + span)[:, None]
+    tl.store(to, sums, mask=inside[None, :])
     return multiply_add(delta * written[None, :], keys, s * kept)
 
 

@@ -1,9 +1,10 @@
 """The gated delta rule for R rows of several sessions. R is not known before the kernels are launched.
 
-A program has a block of a head's values in one run. Only this program reads and writes the state of the block, once, however
-long the run is. For a run of one row it writes the row's update, and the state only in every eighth step (pending_triton.py).
-It takes the rows of a short run one after another. Where there may be long runs, other kernels take these in chunks
-(rows_chunk_triton.py): chunks need many registers, which the programs here need for states on their way from memory.
+A program has a row and a block of a head's values. For a run of one row it writes the row's update, and the state only in
+every eighth step (pending_triton.py). The programs of a short run's rows share the values of their block: each takes spans of
+them through all rows, one after another, and is the only one that reads and writes their state, once. Where there may be long
+runs, other kernels take these in chunks (rows_chunk_triton.py): chunks need many registers, which the programs here need for
+states on their way from memory.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class RunsConfig:
     """Sizes of the two kernels for long runs. One solves chunks, which does not need the state; the other moves the state.
 
     Attributes:
-        long: the fewest rows of a run that is taken in chunks.
+        long: the fewest rows of a run that is taken in chunks, at least 2.
         chunk: rows of a chunk.
         warps: warps of a program that moves the state.
         programs: programs that move the state, for each block of values of a head.
@@ -53,11 +54,13 @@ class DeltaConfig:
 
     Attributes:
         values: columns of a head's state per program, at most, also in the kernel that moves the state by long runs.
+        span: values that a program takes at once of a short run; their squares have a sum of their own.
         warps: warps of a program.
         runs: sizes of the kernels for long runs. None if no run is long.
     """
 
     values: int
+    span: int
     warps: int
     runs: RunsConfig | None = None
 
@@ -70,9 +73,14 @@ RUNS = RunsConfig(long=6, chunk=16, warps=4, programs=4, solving_warps=1, solvin
 # 75.3 and 117.4 with 32 and two; 34.1, 47.8, 76.0 and 117.6 with 32 and four; 36.1, 47.8, 73.1 and 115.1 with 16 and one; a
 # run of 16 takes 118.5 and 113.8 with the first and the last (one H100, 2026-11-27). Of a smaller model, with half as
 # many heads, 2 rows take 24.3 and 23.7 with the first two, and 8 rows 31.9 and 34.3 with the first and the last.
+# Layers of a run of 2, 4, 8 and 16 rows take 30.9, 38.6, 56.8 and 97.9, in the company of others 29.9, 37.6, 56.5 and 98.3.
+# When a run's first program took all values, a run took 31.6, 40.1, 58.2 and 100.2. Taken by twos, rows need more registers
+# (41.6 for 4 rows, or 40.3 with inputs loaded ahead); 32, 64 and 128 single rows take 150, 212 and 298 with 64 and two, but
+# 154, 232 and 341 with 16 and one, 159, 226 and 325 with 32 and two, 161, 231 and 337 with 64 and four (one H200,
+# 2026-11-28).
 # Up to FEW_ROWS rows CONFIGS, by the most rows times heads, and FEW for more of these; MANY for more rows.
-CONFIGS = {64: DeltaConfig(values=32, warps=4), 128: DeltaConfig(values=32, warps=2)}
-FEW, MANY = DeltaConfig(values=16, warps=1), DeltaConfig(values=64, warps=2, runs=RUNS)
+CONFIGS = {64: DeltaConfig(values=32, span=16, warps=4), 128: DeltaConfig(values=32, span=16, warps=2)}
+FEW, MANY = DeltaConfig(values=16, span=8, warps=1), DeltaConfig(values=64, span=16, warps=2, runs=RUNS)
 
 
 def config_for(rows: int | torch.SymInt, heads: int) -> DeltaConfig:
@@ -113,7 +121,7 @@ def delta_rows(
     norm_weight: Tensor,
     key_heads: int,
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.delta_step`; all tensors contiguous, R <= MAX_ROWS, P = V / `DeltaConfig.values`.
+    """See `reference.delta_step`; all tensors contiguous, R <= MAX_ROWS, P = V / `DeltaConfig.span`.
 
     Positions, slots and the state with its pending updates are read before the kernel ahead has ended (rule R2 in
     `delegate/graphs/nodes.py`).
@@ -146,8 +154,9 @@ def _delta_rows(
     config = config_for(rows, heads)
     values = min(config.values, value_dim)
     blocks = value_dim // values
+    span = min(config.span, values)
     out = torch.empty((rows, heads * value_dim), dtype=mixed.dtype, device=mixed.device)
-    squares = torch.empty((rows * heads, blocks), dtype=torch.float32, device=mixed.device)
+    squares = torch.empty((rows * heads, value_dim // span), dtype=torch.float32, device=mixed.device)
     common = {"HEADS": heads, "KEY_HEADS": key_heads, "K": key_dim, "V": value_dim, "ROWS": row_vector(rows)}
     common["EARLY"] = starts_early()
     of_gates, of_state = (gates, a_log, dt_bias), (state, pending_keys, pending, positions, slots, norm_weight)
@@ -173,6 +182,7 @@ def _delta_rows(
             rows,
             BLOCK=values,
             P=updates,
+            SPAN=span,
             num_warps=runs.warps,
             **in_chunks,
         )
@@ -189,6 +199,7 @@ def _delta_rows(
         BLOCK=values,
         P=updates,
         LONG=long,
+        SPAN=span,
         num_warps=config.warps,
         **common,
     )
@@ -218,103 +229,178 @@ def delta_rows_early(
     P: tl.constexpr,
     ROWS: tl.constexpr,
     LONG: tl.constexpr,
+    SPAN: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Program (block of values, head, z) takes the runs that begin with rows z, z + Z, ..., Z being the size of the grid.
+    """Program (block of values, head, z) takes the rows z, z + Z, ..., Z being the size of the grid: a run's only row, or
+    spans of SPAN values of all rows of its run.
 
-    It takes runs of less than LONG rows; all if LONG is 0.
+    It takes runs of less than LONG rows, where LONG is at least 2; all if LONG is 0.
     """
     start_next(EARLY)
     rows = tl.cast(rows, tl.int32)
     head = tl.program_id(1)
-    values = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    begin = tl.program_id(0) * BLOCK
+    values = begin + tl.arange(0, BLOCK)
     # What does not change from run to run is computed anew: there are no registers in which to keep it.
-    for first in tl.range(tl.program_id(2), rows, tl.num_programs(2), num_stages=1, disable_licm=True):
-        slot = tl.load(slots + first)
-        # No slot is -2. The first row is always taken, even if it is padding: one program must wait (rule R1).
-        if tl.load(slots + tl.maximum(first - 1, 0), mask=first > 0, other=-2) != slot:
-            filled = slot >= 0
-            fresh = tl.load(positions + first) == 0
-            old = filled & (fresh == 0)
-            of_head = state + (tl.maximum(slot, 0) * HEADS + head) * (K * V)
-            keys = keys_of(pending_keys, slot, head, HEADS, KEY_HEADS, K, P)
-            updates = updates_of(pending, slot, head, HEADS, V, P)
-            count = tl.load(count_cell(updates, BLOCK, V, P), mask=old, other=0.0).to(tl.int32)
+    for row in tl.range(tl.program_id(2), rows, tl.num_programs(2), num_stages=1, disable_licm=True):
+        slot = tl.load(slots + row)
+        # No slot is -2.
+        starts = tl.load(slots + tl.maximum(row - 1, 0), mask=row > 0, other=-2) != slot
+        ends = tl.load(slots + tl.minimum(row + 1, rows - 1), mask=row + 1 < rows, other=-2) != slot
+        filled = slot >= 0
+        rate = tl.load(a_log + head)
+        bias = tl.load(dt_bias + head)
+        keys = keys_of(pending_keys, slot, head, HEADS, KEY_HEADS, K, P)
+        updates = updates_of(pending, slot, head, HEADS, V, P)
+        of_head = state + (tl.maximum(slot, 0) * HEADS + head) * (K * V)
+        # The first row is always taken, even if it is padding: one program must wait (rule R1).
+        if starts & (ends | (filled == 0)):
+            # A session's first row writes the state: what is stored there is another session's.
+            old = filled & (tl.load(positions + row) != 0)
+            count = tl.load(count_cell(updates, begin, V, P), mask=old, other=0.0).to(tl.int32)
             cells = of_head + tl.arange(0, K)[:, None] * V + values[None, :]
             s = tl.load(cells, mask=old, other=0.0)
-            rate = tl.load(a_log + head)
-            bias = tl.load(dt_bias + head)
             norm = tl.load(norm_weight + values)
-            every = tl.arange(0, ROWS)
-            others = tl.load(slots + every, mask=every < rows, other=-1)
-            # A slot has one run.
-            length = tl.sum((filled & (others == slot)).to(tl.int32), 0)
-            short = (length < LONG) | (LONG == 0)
-            # A session's first row writes the state: what is stored there is another session's.
-            if old & short & (length == 1) & (count < P):
+            if old & (count < P):
                 held = load_pending(keys, updates, count, values, K, V, P)
                 wait_for_previous(EARLY)
+                inputs = load_row(mixed, gates, row, head, values, HEADS, KEY_HEADS, K, V)
                 _, k, u, g = take_row(
-                    s, mixed, gates, out, squares, first, head, values, rate, bias, norm, HEADS, KEY_HEADS, K, V, held
+                    s, inputs, out, squares, row, head, begin, rate, bias, norm, HEADS, K, V, SPAN, held
                 )
                 # Programs of other values and other heads read the same keys and decays, but none past the count.
                 one = tl.program_id(0) == 0
                 tl.store(updates + count * V + values, u)
                 tl.store(updates + P * V + count, g, mask=one)
                 tl.store(keys + count * K + tl.arange(0, K), k, mask=one & (head % (HEADS // KEY_HEADS) == 0))
-                store_count(updates, count + 1, filled, BLOCK, V, P)
+                store_count(updates, begin, count + 1, filled, BLOCK, V, P)
             else:
-                if short:
-                    s = add_pending(s, keys, updates, count, values, K, V, P)
+                s = add_pending(s, keys, updates, count, values, K, V, P)
                 wait_for_previous(EARLY)
+                if filled:
+                    inputs = load_row(mixed, gates, row, head, values, HEADS, KEY_HEADS, K, V)
+                    s = take_row(s, inputs, out, squares, row, head, begin, rate, bias, norm, HEADS, K, V, SPAN)[0]
+                    tl.store(cells, s)
+                    store_count(updates, begin, 0, filled, BLOCK, V, P)
+        elif filled:
+            every = tl.arange(0, ROWS)
+            # A slot has one run.
+            same = tl.load(slots + every, mask=every < rows, other=-1) == slot
+            length, offset = tl.reduce((same.to(tl.int32), (same & (every < row)).to(tl.int32)), 0, add_pairs)
+            if (length < LONG) | (LONG == 0):
+                first = row - offset
                 end = first + length
-                if short:
-                    for row in range(first, end):
-                        s = take_row(
-                            s, mixed, gates, out, squares, row, head, values, rate, bias, norm, HEADS, KEY_HEADS, K, V
-                        )[0]
-                    tl.store(cells, s, mask=filled)
-                    store_count(updates, 0, filled, BLOCK, V, P)
+                # The programs of the run's rows share its values.
+                for part in tl.range(offset, BLOCK // SPAN, length, num_stages=1):
+                    take_short_run(
+                        mixed, gates, out, squares, of_head, keys, updates, tl.load(positions + first) != 0, first, end, head,
+                        begin + part * SPAN, rate, bias, norm_weight, HEADS, KEY_HEADS, K, V, P, SPAN, EARLY,
+                    )  # fmt: skip
+            else:
+                wait_for_previous(EARLY)
+
+
+@triton.jit
+def take_short_run(
+    mixed: tl.tensor,
+    gates: tl.tensor,
+    out: tl.tensor,
+    squares: tl.tensor,
+    of_head: tl.tensor,
+    keys: tl.tensor,
+    updates: tl.tensor,
+    old: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    head: tl.tensor,
+    begin: tl.tensor,
+    rate: tl.tensor,
+    bias: tl.tensor,
+    norm_weight: tl.tensor,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    P: tl.constexpr,
+    SPAN: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Take the rows of a run from `first` to `end` for SPAN values of a head, from `begin` on, one after another.
+
+    of_head: the head's state. old: whether the session has it from an earlier call.
+    """
+    values = begin + tl.arange(0, SPAN)
+    count = tl.load(count_cell(updates, begin, V, P), mask=old, other=0.0).to(tl.int32)
+    cells = of_head + tl.arange(0, K)[:, None] * V + values[None, :]
+    s = tl.load(cells, mask=old, other=0.0)
+    norm = tl.load(norm_weight + values)
+    s = add_pending(s, keys, updates, count, values, K, V, P)
+    wait_for_previous(EARLY)
+    # A row's inputs are under way while the row before it is taken.
+    following = load_row(mixed, gates, first, head, values, HEADS, KEY_HEADS, K, V)
+    for row in range(first, end):
+        inputs = following
+        after = tl.minimum(row + 1, end - 1)
+        following = load_row(mixed, gates, after, head, values, HEADS, KEY_HEADS, K, V)
+        s = take_row(s, inputs, out, squares, row, head, begin, rate, bias, norm, HEADS, K, V, SPAN)[0]
+    tl.store(cells, s)
+    store_count(updates, begin, 0, True, SPAN, V, P)
+
+
+@triton.jit
+def load_row(
+    mixed: tl.tensor,
+    gates: tl.tensor,
+    row: tl.tensor,
+    head: tl.tensor,
+    values: tl.tensor,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+) -> tl.tuple:
+    """Load what a row has for a head: its query and key [K], values and their gates [BLOCK], write strength and decay."""
+    keys = tl.arange(0, K)
+    key_head = head // (HEADS // KEY_HEADS)
+    of_row = mixed + tl.cast(row, tl.int64) * (2 * KEY_HEADS * K + 2 * HEADS * V)
+    of_gates = gates + tl.cast(row, tl.int64) * (2 * HEADS) + head
+    q = tl.load(of_row + key_head * K + keys)
+    k = tl.load(of_row + (KEY_HEADS + key_head) * K + keys)
+    v = tl.load(of_row + 2 * KEY_HEADS * K + head * V + values)
+    z = tl.load(of_row + 2 * KEY_HEADS * K + HEADS * V + head * V + values)
+    return q, k, v, z, tl.load(of_gates), tl.load(of_gates + HEADS)
 
 
 @triton.jit
 def take_row(
     s: tl.tensor,
-    mixed: tl.tensor,
-    gates: tl.tensor,
+    inputs: tl.tuple,
     out: tl.tensor,
     squares: tl.tensor,
     row: tl.tensor,
     head: tl.tensor,
-    values: tl.tensor,
+    begin: tl.tensor,
     rate: tl.tensor,
     bias: tl.tensor,
     norm: tl.tensor,
     HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    SPAN: tl.constexpr,
     held: tl.tuple | None = None,
 ) -> tl.tuple:
-    """Store the outputs of a row.
+    """Store the outputs of a row, for the values that `s` has, from `begin` on.
 
     Args:
-        s: the state [K, BLOCK], but for the pending updates `held`, if there may be some (`load_pending`).
+        s: the state [K, values], but for the pending updates `held`, if there may be some (`load_pending`).
+        inputs: the row's, as `load_row` returns them.
 
     Returns:
         (s after the row, only without `held`; the key, values and log decay of the row's update).
     """
-    keys = tl.arange(0, K)
-    key_head = head // (HEADS // KEY_HEADS)
-    of_row = mixed + tl.cast(row, tl.int64) * (2 * KEY_HEADS * K + 2 * HEADS * V)
-    of_head = tl.cast(row, tl.int64) * HEADS + head
-    q = tl.load(of_row + key_head * K + keys)
-    key = tl.load(of_row + (KEY_HEADS + key_head) * K + keys)
-    v = tl.load(of_row + 2 * KEY_HEADS * K + head * V + values)
-    z = tl.load(of_row + 2 * KEY_HEADS * K + HEADS * V + head * V + values)
-    b = tl.load(gates + of_head + row * HEADS)
-    a = tl.load(gates + of_head + row * HEADS + HEADS)
-
+    SIZE: tl.constexpr = s.shape[1]
+    q, key, v, z, b, a = inputs
     q = q.to(tl.float32)
     k = key.to(tl.float32)
     z = z.to(tl.float32)
@@ -333,6 +419,10 @@ def take_row(
     k_length = inverse_length(k_square)
     delta = (v.to(tl.float32) - of_keys * (decay * k_length)) * (write_strength(b) * k_length)
     o = (of_queries * decay + both * delta) * q_length
+    of_head = tl.cast(row, tl.int64) * HEADS + head
+    values = begin + tl.arange(0, SIZE)
     tl.store(out + of_head * V + values, (o * norm * z * tl.sigmoid(z)).to(out.dtype.element_ty))
-    tl.store(squares + of_head * tl.num_programs(0) + tl.program_id(0), tl.sum(o * o, 0))
+    # All in the first span that the program has: zeros for the others.
+    span = tl.arange(0, SIZE // SPAN)
+    tl.store(squares + of_head * (V // SPAN) + begin // SPAN + span, tl.where(span == 0, tl.sum(o * o, 0), 0.0))
     return s * decay + k[:, None] * delta[None, :], key, delta, g

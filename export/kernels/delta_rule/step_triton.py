@@ -127,14 +127,15 @@ def delta_step_early(
     head = tl.program_id(1)
     key_head = head // (HEADS // KEY_HEADS)
     keys = tl.arange(0, K)
-    values = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    begin = tl.program_id(0) * BLOCK
+    values = begin + tl.arange(0, BLOCK)
     slot = tl.load(slots)
     cells = state + (tl.maximum(slot, 0) * HEADS + head) * K * V + keys[:, None] * V + values[None, :]
     # The state is read even if position 0 discards it: looking at the position first would mean to wait for memory twice.
     before = tl.load(cells)
     held_keys = keys_of(pending_keys, slot, head, HEADS, KEY_HEADS, K, P)
     updates = updates_of(pending, slot, head, HEADS, V, P)
-    count = tl.load(count_cell(updates, BLOCK, V, P))
+    count = tl.load(count_cell(updates, begin, V, P))
     position = tl.load(positions)
     rate = tl.load(a_log + head)
     bias = tl.load(dt_bias + head)
@@ -166,7 +167,7 @@ def delta_step_early(
     predicted = tl.sum(before * k[:, None], 0) * (decay * k_length)
     delta = (v.to(tl.float32) - predicted) * (write_strength(b) * k_length)
     tl.store(cells, before * decay + k[:, None] * delta[None, :], mask=slot >= 0)
-    store_count(updates, 0, slot >= 0, BLOCK, V, P)
+    store_count(updates, begin, 0, slot >= 0, BLOCK, V, P)
     o = (tl.sum(before * q[:, None], 0) * decay + tl.sum(q * k, 0) * delta) * q_length
     tl.store(out + offsets, (o * norm * z * tl.sigmoid(z)).to(out.dtype.element_ty))
     tl.store(squares + head * tl.num_programs(0) + tl.program_id(0), tl.sum(o * o, 0))

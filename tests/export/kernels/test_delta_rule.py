@@ -124,13 +124,14 @@ def several_rows(
     long: int = 0,
     chunk: int = 16,
     programs: int = 1,
+    span: int = 8,
     runs: Mapping[str, Sequence[Run]] = CHUNKED_ROWS,
     shapes: Sequence[Shape] = ROWS_SHAPES[-1:] if DEVICE == "cuda" else ROWS_SHAPES[:1],
 ) -> Form:
     """The form for several rows in small blocks: heads are fewer here than a GPU's blocks have.
 
     Args:
-        values: see `DeltaConfig`.
+        values, span: see `DeltaConfig`.
         long, chunk, programs: see `RunsConfig`; without `long` no run is long.
     """
     # Tensor cores multiply no fewer than 16 rows.
@@ -138,7 +139,7 @@ def several_rows(
     ahead = rows_triton.RunsConfig(
         long, chunk, warps=1, programs=programs, solving_warps=1, solving_programs=programs + 1
     )
-    config = rows_triton.DeltaConfig(values, warps=1, runs=ahead if long else None)
+    config = rows_triton.DeltaConfig(values, span, warps=1, runs=ahead if long else None)
     settings = [(rows_triton, "config_for", lambda *_: config), (rows_triton, "MAX_PROGRAMS", 4)]
     return Form(rows_triton.delta_rows, runs, shapes, settings=settings, chunk=chunk, every=2)
 
@@ -187,7 +188,7 @@ FORMS = {
     "rows": several_rows(16, long=4, programs=2, runs=ROWS, shapes=ROWS_SHAPES),
     "many rows": several_rows(16, long=4, programs=2, runs=CROWDS),
     "rows one by one": several_rows(8, runs={name: MIXTURES[name] for name in ("one run", "short runs")}),
-    "rows in chunks": several_rows(16, long=1),
+    "rows in chunks": several_rows(16, long=2, span=16),
     "rows in chunks of 8": several_rows(16, long=2, chunk=8),
     "rows in chunks of 32": several_rows(8, long=2, chunk=32, programs=12),
     "C++": Form(None, DEEP_PROMPTS | LONG_MIXTURES, ODD_SHAPES, "cpu", pending=False),

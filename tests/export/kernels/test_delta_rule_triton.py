@@ -107,7 +107,7 @@ def test_traced_for_any_number_of_rows() -> None:
     operators, buffers, shapes = traced_layer(LAYER.format(module="rows_triton", rows=7) + DYNAMIC)
     assert operators == ["ostinato.conv_rows.default", "ostinato.delta_rows.default"]
     assert buffers == ["conv", "keys", "stored", "updates"]
-    assert shapes == [("R", 128), ("4*R", 1)]
+    assert shapes == [("R", 128), ("4*R", 2)]
 
 
 @pytest.mark.parametrize("module", ("step_triton", "rows_triton"))
