@@ -1,6 +1,6 @@
 """A mixture of experts for several rows as six Triton kernels that start early. They read only chosen experts' weights.
 
-A call that never has more than STEP_ROWS rows takes the three kernels of a single token (`step_triton`).
+A call that never has more than FEW_ROWS rows takes the three kernels of a single token (`step_triton`).
 
 1. The router's logits, in parts (`rows_route_triton`).
 2. The choice of each row's experts, and the normed rows in the form that the experts take (`rows_route_triton`).
@@ -26,10 +26,10 @@ from torch import Tensor
 
 from ostinato.delegate.errors import ExportError
 from ostinato.export.formats.int4 import Int4
-from ostinato.export.kernels.launch import are_many, at_most, launcher, row_class, row_vector, starts_early
+from ostinato.export.kernels.launch import are_many, at_most, launcher, row_vector, starts_early
 from ostinato.export.kernels.linear import prefill_triton as linear_prefill
 from ostinato.export.kernels.linear.rows_grouped_triton import PIECE
-from ostinato.export.kernels.operands import FEW_ROWS, MAX_ROWS, STEP_ROWS, ExpertWeights, Norm, Weight, unbiased
+from ostinato.export.kernels.operands import FEW_ROWS, MAX_ROWS, ExpertWeights, Norm, Weight, unbiased
 
 from . import prefill_triton, route_triton, step_triton
 from . import rows_fixed_triton as fixed
@@ -45,9 +45,9 @@ Pair = tuple[Weight, Weight | None]
 # In bfloat16 a delta-net layer takes 71.1/108.1/159.1/226.9 us with (32, 512) at 8/16/32/64 rows, 72.6/108.3/161.0/226.8 with
 # (64, 512), and 73.4/108.2/158.7/226.9 with (16, 512).
 ROUTER = {torch.bfloat16: (32, 512), torch.float32: (16, 128)}
-# Stages of the gate and up projections' loop (`num_stages`), for up to FEW_ROWS rows, and for more. With 2 stages they take
-# 21.4/36.9/54.2/71.1/83.4 us at 8/16/32/64/128 rows, with 3 stages 24.5/38.2/54.5/69.9/78.9.
-STAGES = {FEW_ROWS: 2, MAX_ROWS: 3}
+# Stages of the gate and up projections' loop (`num_stages`). With 2 stages they take 54.2/71.1/83.4 us at 32/64/128 rows,
+# with 3 stages 54.5/69.9/78.9.
+STAGES = 3
 # Columns per program of the last kernel.
 SUM_COLUMNS = 1024
 
@@ -64,13 +64,13 @@ def sparse_moe(
 ) -> Tensor:
     """See `reference.sparse_moe`; 1 to MAX_ROWS rows in bfloat16 or float32; all tensors contiguous and aligned to 16 bytes.
 
-    If x never has more than STEP_ROWS rows, the operations are those of `step_triton`, and those for prompts if it always has
+    If x never has more than FEW_ROWS rows, the operations are those of `step_triton`, and those for prompts if it always has
     more than SOME_ROWS rows.
 
     Raises:
         ExportError: see `check_weights`; also for more than MAX_ROWS rows.
     """
-    if at_most(x.shape[0], STEP_ROWS):
+    if at_most(x.shape[0], FEW_ROWS):
         return step_triton.sparse_moe(x, norm, gate, shared_gate, top_k, routed, shared, slots)
     if isinstance(x.shape[0], int) and x.shape[0] > MAX_ROWS:
         raise ExportError(f"a step's experts take up to {MAX_ROWS} rows, not {x.shape[0]}")
@@ -199,7 +199,7 @@ def _route(
         rows,
         SIZE=size,
         EXPERTS=experts,
-        ROWS=min(scheduling.WORD.value, row_class(rows)),
+        ROWS=scheduling.WORD.value,
         TILE=tile,
         SLICE=width,
         EARLY=starts_early(),
@@ -283,13 +283,12 @@ def _multiply_fixed(
     experts, size = down[0].values.shape[:2]
     inner, blocks, share = down[0].columns, schedule.shape[0], fixed.SHARE.value
     common = {"SIZE": size, "INNER": inner, "EXPERTS": experts, "EARLY": starts_early(), "num_warps": 4}
-    stages = STAGES[row_class(prepared.shape[0])]
     # Down projections read BLOCK places for each block, also where it has fewer rows.
     places = places + scheduling.BLOCK.value
     hidden = torch.empty(places, 2, inner, dtype=torch.int8, device=schedule.device)
     hidden_scale = _floats(schedule, places, inner // share)
     launcher(fixed.gate_up_fixed_rows_early)[(inner // share, blocks)](
-        prepared, x_scale, schedule, *_scaled(gate_up), hidden, hidden_scale, STAGES=stages, **common
+        prepared, x_scale, schedule, *_scaled(gate_up), hidden, hidden_scale, STAGES=STAGES, **common
     )
     launcher(fixed.down_fixed_rows_early)[(size // fixed.DOWN_TILE.value, blocks)](
         hidden, hidden_scale, schedule, *_scaled(down), parts, **common

@@ -5,8 +5,9 @@ experts. Each program of `experts_gate_up` finds its expert in the logits while 
 `experts_down` finds all chosen experts, and loads their weights while `experts_gate_up` still runs.
 
 A program has one token. So an expert that several tokens chose is read for each of them, from L2 if at the same time. Of the
-64 choices of eight tokens (8 of 256 experts each) 57 differ: up to STEP_ROWS tokens this costs less than the kernels of
-`rows_triton` that bring together the tokens of an expert. A token's result is the same bits, whatever tokens stand beside it.
+64 choices of eight tokens (8 of 256 experts each) 57 differ, and 102 of 128: up to FEW_ROWS tokens this costs less than the
+kernels of `rows_triton` that bring together the tokens of an expert. A token's result is the same bits, whatever tokens stand
+beside it.
 """
 
 from __future__ import annotations
@@ -91,6 +92,11 @@ def takes_turns(x: Tensor, weight: Weight) -> bool:
 def sections(count: int | torch.SymInt, size: int | torch.SymInt) -> Any:
     """How many sections of `size` make up `count`; the last one may be smaller. Both may be symbols."""
     return (count + size - 1) // size
+
+
+def turns_for(count: int | torch.SymInt, blocks: int, room: int) -> Any:
+    """Blocks that a program takes, if `count` projections of so many blocks have `room` for programs at once."""
+    return sections(blocks, torch.sym_max(1, room // count))
 
 
 def route_logits(x: Tensor, norm: Norm, gate: Tensor, shared_gate: Tensor | None) -> Tensor:
@@ -183,9 +189,9 @@ def _experts_gate_up(
     hidden = torch.empty((tokens, top_k * inner + shared_inner), dtype=x.dtype, device=x.device)
     blocks, shared_blocks = inner // rows, shared_inner // shared_rows
     # The next block's weights are under way before a block is stored.
-    turns = tokens
-    if takes_turns(x, weight):
-        turns = sections(tokens * (top_k * blocks + shared_blocks), GATE_UP_ROOM)
+    turns = (
+        turns_for(tokens * (top_k + (shared is not None)), blocks, GATE_UP_ROOM) if takes_turns(x, weight) else tokens
+    )
     grid = top_k * sections(blocks, turns) + sections(shared_blocks, turns), tokens
     launcher(experts_gate_up_early)[grid](
         x,
@@ -268,7 +274,7 @@ def _experts_down(
     shared_constants = tile_constants(shared or weight, residual.dtype, warps, 1, config.integer)
     out, tokens = torch.empty_like(residual), residual.shape[0]
     blocks, several = size // rows, takes_turns(residual, weight)
-    turns = sections(tokens * blocks, DOWN_ROOM) if several else 1
+    turns = turns_for(tokens, blocks, DOWN_ROOM) if several else 1
     launcher(experts_down_early)[(sections(blocks, turns), tokens)](
         hidden,
         logits,

@@ -99,7 +99,7 @@ def cpu_error(operation: str, shape: Shape, dtype: torch.dtype) -> float:
 
 def sparse_moe_rows(*arguments: Any) -> Tensor:
     """The form for any number of rows, as in a trace: a call with few rows would take the step's."""
-    with mock.patch.object(rows_triton, "STEP_ROWS", 0):
+    with mock.patch.object(rows_triton, "FEW_ROWS", 0):
         return rows_triton.sparse_moe(*arguments)
 
 
@@ -119,7 +119,7 @@ FORMS = {
         step_triton,
         (*STEP, "sparse_moe"),
         STEP_ROWS_SHAPES,
-        (5, 2, 8),
+        (5, 2, 16),
         step_error,
         padded=("experts_down", "sparse_moe"),
     ),
