@@ -15,6 +15,7 @@ from ostinato.export.kernels.early_start_triton import start_next, wait_for_prev
 
 from .rows_direct_store_triton import (
     hold_loads,
+    load_factors,
     load_past,
     load_taps,
     multiply,
@@ -23,13 +24,15 @@ from .rows_direct_store_triton import (
     stored_lines,
 )
 
-# Elements of a turn.
+# Elements of a turn, and turns of a block.
 TURN = tl.constexpr(32)
+BLOCK_TURNS = tl.constexpr(4)
 
 
 @triton.jit
 def direct_floats_rows_early(
     x_ptr,
+    squares_ptr,
     weight_ptr,
     bias_ptr,
     residual_ptr,
@@ -39,8 +42,11 @@ def direct_floats_rows_early(
     slots_ptr,
     out_ptr,
     rows,
+    EPS: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
+    HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     SWIGLU: tl.constexpr,
@@ -58,6 +64,8 @@ def direct_floats_rows_early(
     A program has ROWS weight rows; with SWIGLU, ROWS / 2 gate rows and the up rows N rows behind these.
 
     Args:
+        HEADS: number of heads of a row, which are divided by their root mean squares; 0: x has no heads. See `load_factors`.
+        PARTS: number of parts of a head's sum of squares.
         CHANNELS: outputs that are convolved with TAPS taps, the first ones; see `store_direct`. 0: none is.
         AHEAD: turns whose weights are loaded before the wait, and later before those ahead of them are multiplied.
         HOLD: whether the inputs of all turns are under way at once.
@@ -82,6 +90,9 @@ def direct_floats_rows_early(
         taps = load_taps(conv_ptr, output, CHANNELS, TAPS)
         past = load_past(state_ptr, positions_ptr, slot, offset, output, row, rows, CHANNELS, TAPS)
     wait_for_previous(EARLY)
+    factors = ()
+    if HEADS > 0:
+        factors = load_factors(squares_ptr, rows, EPS, K, HEADS, PARTS, COLUMNS, WARPS, TURNS // BLOCK_TURNS)
     column = tl.arange(0, COLUMNS // 8)[None, None, :, None] * 8 + tl.arange(0, 8)[:, None, None, None]
     of_x = x_ptr + column * K
     inputs = ()
@@ -90,6 +101,7 @@ def direct_floats_rows_early(
     if HOLD:
         hold_loads()
     sums = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)
+    products = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)
     for turn in tl.static_range(TURNS):
         if not HOLD and turn + 1 < TURNS:
             inputs = inputs + (load_turn(of_x, turn + 1, K, WARPS, column < rows),)  # type: ignore[assignment]  # noqa: RUF005
@@ -97,10 +109,13 @@ def direct_floats_rows_early(
         tiles = tiles[1:]
         if turn + AHEAD < TURNS:
             tiles = tiles + (load_turn(of_weight, turn + AHEAD, K, WARPS),)  # type: ignore[assignment]  # noqa: RUF005
-        sums = multiply(weights, inputs[turn], sums)
+        products = multiply(weights, inputs[turn], products)
+        if HEADS > 0 and (turn + 1) // BLOCK_TURNS > turn // BLOCK_TURNS:
+            sums += products * factors[turn // BLOCK_TURNS][:, None, :]
+            products = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)
     store_direct(
-        tl.sum(sums, 0), bias_ptr, residual_ptr, state_ptr, slots_ptr, out_ptr, taps, past, slot, offset, output, row, rows,
-        N, BIAS, RESIDUAL, SWIGLU, CHANNELS, TAPS,
+        tl.sum(sums if HEADS > 0 else products, 0), bias_ptr, residual_ptr, state_ptr, slots_ptr, out_ptr, taps, past, slot,
+        offset, output, row, rows, N, BIAS, RESIDUAL, SWIGLU, CHANNELS, TAPS,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .rows_fixed_triton import with_bias
-from .rows_tiles_triton import INTERPRETED
+from .rows_tiles_triton import BLOCK, INTERPRETED
 
 
 @triton.jit
@@ -58,6 +58,40 @@ def hold_loads():
     for one after the other; past a fence it moves none."""
     if not INTERPRETED:
         tl.inline_asm_elementwise("fence.acq_rel.cta; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def load_factors(
+    squares_ptr,
+    rows,
+    EPS: tl.constexpr,
+    K: tl.constexpr,
+    HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WARPS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """1 / rms of the head of each of a warp's BLOCKS blocks, 1, 2 or 4: a tuple of [WARPS, COLUMNS].
+
+    squares: sums of squares [R, HEADS, PARTS]. Each block lies in one head.
+    """
+    SIZE: tl.constexpr = K // HEADS
+    row = tl.arange(0, COLUMNS)[:, None, None, None]
+    block = tl.arange(0, BLOCKS)[None, :, None, None]
+    warp = tl.arange(0, WARPS)[None, None, :, None]
+    part = tl.arange(0, triton.next_power_of_2(PARTS))[None, None, None, :]
+    head = (warp * BLOCKS + block) * BLOCK // SIZE
+    known = (row < rows) & (head < HEADS) & (part < PARTS)
+    squares = tl.load(squares_ptr + (row * HEADS + head) * PARTS + part, mask=known, other=0.0)
+    factors = tl.permute(tl.rsqrt(tl.sum(squares, 3) / SIZE + EPS), (2, 0, 1))
+    if BLOCKS == 1:
+        return (tl.reshape(factors, [WARPS, COLUMNS]),)
+    elif BLOCKS == 2:
+        return tl.split(factors)
+    else:
+        pairs = tl.split(tl.permute(tl.reshape(factors, [WARPS, COLUMNS, 2, 2]), (0, 1, 3, 2)))
+        return tl.split(pairs[0]) + tl.split(pairs[1])
 
 
 @triton.jit

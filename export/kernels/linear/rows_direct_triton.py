@@ -2,7 +2,8 @@
 """Products of few rows whose weights go from memory directly into operands of tensor cores, with all that is around them.
 
 One kernel prepares the rows: it norms them or divides their heads, and beside this computes a delta-net's gates. The other
-has the product, and behind it SwiGLU, a residual or the convolution. Rows that are multiplied as they are need only this one.
+has the product, and behind it SwiGLU, a residual or the convolution. Rows that are multiplied as they are need only this one,
+and so do mostly those whose heads are divided: that is a factor of the sums of blocks.
 
     weights                     rows at most   kernel
     int4 in groups of 128       FOUR_ROWS      rows_direct_int4_triton, in fixed point
@@ -43,7 +44,8 @@ TILE = 16
 GATE_ROWS = 4
 # Turns of bfloat16 weights that a warp loads ahead: all of them, if they are few. Then the inputs of up to STEP_ROWS rows are
 # under way at once, too: a layer of 0.8B with 4/8 rows takes 25.8/27.6 us, not 26.2/28.3. With 16 it would take 37.6,
-# not 37.1 (one H200, 2026-11-28).
+# not 37.1. But where a residual is added, and no more than AHEAD turns, it takes 35.9, not 38.0; with attention 34.7, not
+# 36.6 (one H200, 2026-11-28).
 AHEAD, ALL_AHEAD = 8, 14
 # A warp of a product with other integers has all its blocks under way if they are few and all programs have room at once.
 MOST_BLOCKS, H100_REGISTERS = 8, 132 * 65536
@@ -81,6 +83,17 @@ def has_stretches(k: int) -> bool:
 def warps_for(k: int) -> int:
     """Warps of a program that have K in stretches."""
     return int(triton.next_power_of_2(k // LENGTH))
+
+
+def float_warps(k: int) -> int:
+    """Warps of a program with bfloat16 weights."""
+    return MAX_WARPS if k > 1024 else MAX_WARPS // 2
+
+
+def divides_heads(k: int, heads: int) -> bool:
+    """Whether a product with bfloat16 weights divides its rows' heads: a warp then has 1, 2 or 4 blocks, each in one head."""
+    blocks, left = divmod(k, BLOCK.value * float_warps(k))
+    return left == 0 and blocks in (1, 2, 4) and k // heads % BLOCK.value == 0
 
 
 def in_fixed_point(weight: Weight) -> bool:
@@ -194,11 +207,10 @@ class DirectProduct:
         heads: int = 0,
     ) -> Tensor:
         """x [R, K] in bfloat16 -> [R, outputs] in `out_dtype`."""
-        if self.floats and norm is None and heads == 0:
-            prepared: tuple[Tensor, ...] = (x,)
-        else:
-            prepared = self._prepared(x, norm, squares, eps, heads)
-        return self._multiplied(prepared, torch.empty((x.shape[0], self.outputs), dtype=out_dtype, device=x.device))
+        out = torch.empty((x.shape[0], self.outputs), dtype=out_dtype, device=x.device)
+        if self.floats and norm is None and (heads == 0 or divides_heads(self.weight.columns, heads)):
+            return self._multiplied((x,), out, squares, eps, heads)
+        return self._multiplied(self._prepared(x, norm, squares, eps, heads), out)
 
     def of_unprepared(
         self, x: Tensor, out_dtype: torch.dtype, squares: Tensor | None, eps: float, heads: int
@@ -278,7 +290,10 @@ class DirectProduct:
         )
         return prepared
 
-    def _multiplied(self, prepared: tuple[Tensor, ...], out: Tensor) -> Tensor:
+    def _multiplied(
+        self, prepared: tuple[Tensor, ...], out: Tensor, squares: Tensor | None = None, eps: float = 0.0, heads: int = 0
+    ) -> Tensor:
+        """heads: heads of a row that the product divides, with bfloat16 weights."""
         weight, k, rows = self.weight, self.weight.columns, out.shape[0]
         columns = self._columns(rows)
         conv, state, positions, slots = self.convolution or (None, None, None, None)
@@ -294,17 +309,20 @@ class DirectProduct:
             "EARLY": starts_early(),
         }
         if self.floats:
-            warps = MAX_WARPS if k > 1024 else MAX_WARPS // 2
+            warps = float_warps(k)
             turns = triton.cdiv(k // TURN.value, warps)
             launcher(direct_floats_rows_early)[(self._programs(TILE),)](
-                *pointers(prepared[0], weight.values, *optional),
+                *pointers(prepared[0], squares, weight.values, *optional),
                 out,
                 rows,
+                EPS=eps,
+                HEADS=heads,
+                PARTS=0 if squares is None else squares.shape[1],
                 ROWS=TILE,
                 COLUMNS=columns,
                 WARPS=warps,
                 AHEAD=turns if turns <= ALL_AHEAD else AHEAD,
-                HOLD=turns <= ALL_AHEAD and columns == STEP_ROWS,
+                HOLD=turns <= (ALL_AHEAD if columns == STEP_ROWS else 0 if self.residual is None else AHEAD),
                 num_warps=warps,
                 **constants,
             )

@@ -14,7 +14,7 @@ import triton.language as tl
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 
 from .rows_direct_int4_triton import STRETCH, load_weights
-from .rows_direct_store_triton import hold_loads, multiply, store_direct
+from .rows_direct_store_triton import hold_loads, load_factors, multiply, store_direct
 from .rows_tiles_triton import BLOCK, unpack_nibbles
 from .scales_triton import of_pair
 
@@ -59,7 +59,7 @@ def direct_unpacked_rows_early(
     wait_for_previous(EARLY)
     factors = ()
     if HEADS > 0:
-        factors = load_factors(squares_ptr, rows, EPS, K, HEADS, PARTS, COLUMNS, WARPS)
+        factors = load_factors(squares_ptr, rows, EPS, K, HEADS, PARTS, COLUMNS, WARPS, STRETCH)
     inputs = ()
     for turn in tl.static_range(STRETCH):
         inputs = inputs + load_inputs(x_ptr, rows, turn, K, COLUMNS, WARPS)
@@ -101,28 +101,3 @@ def load_inputs(x_ptr, rows, TURN: tl.constexpr, K: tl.constexpr, COLUMNS: tl.co
         both = tl.permute(tl.join(first, second), (1, 2, 3, 0, 5, 4))
         halves = halves + (tl.reshape(both, [8, WARPS, COLUMNS // 8, 64]),)  # type: ignore[assignment]  # noqa: RUF005
     return halves
-
-
-@triton.jit
-def load_factors(
-    squares_ptr,
-    rows,
-    EPS: tl.constexpr,
-    K: tl.constexpr,
-    HEADS: tl.constexpr,
-    PARTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WARPS: tl.constexpr,
-):
-    """1 / rms of the head of each block of the warps' stretches: a tuple of [WARPS, COLUMNS]."""
-    SIZE: tl.constexpr = K // HEADS
-    row = tl.arange(0, COLUMNS)[:, None, None, None]
-    turn = tl.arange(0, STRETCH)[None, :, None, None]
-    warp = tl.arange(0, WARPS)[None, None, :, None]
-    part = tl.arange(0, triton.next_power_of_2(PARTS))[None, None, None, :]
-    head = (warp * STRETCH + turn) * BLOCK // SIZE
-    known = (row < rows) & (head < HEADS) & (part < PARTS)
-    squares = tl.load(squares_ptr + (row * HEADS + head) * PARTS + part, mask=known, other=0.0)
-    factors = tl.permute(tl.rsqrt(tl.sum(squares, 3) / SIZE + EPS), (2, 0, 1))
-    pairs = tl.split(tl.permute(tl.reshape(factors, [WARPS, COLUMNS, 2, 2]), (0, 1, 3, 2)))
-    return tl.split(pairs[0]) + tl.split(pairs[1])

@@ -225,6 +225,7 @@ FLOATS_SHAPES = [
     Shape(74, 384, None, 3, 2, channels=30, gates=5),
     Shape(40, 1024, None, 8, 4, channels=8, taps=2),
     Shape(36, 3584, None, 14, 1, channels=36),
+    Shape(24, 4096, None, 16, 2, channels=8, gates=3),
 ]
 # Rests of turns and of programs; a row of 33 blocks has its own configuration.
 INTEGERS_SHAPES = [
