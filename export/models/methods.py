@@ -58,7 +58,7 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
     - `rows_hidden(...) -> logits, hidden_0, ..., hidden_n [R, H] each`: `rows` that samples nothing, and returns x of all
       rows: the embedding, then the output of each layer, of the last one after the final norm. All of its code but that
       norm's is the code of `rows`, whose links hand on x anyway.
-    - `few_rows`: `rows` for up to 16 rows, where there are kernels of their own for few rows. Those of `decode` compute experts.
+    - `few_rows`: `rows` for up to 16 rows, where there are kernels of their own for few rows; `decode`'s compute experts.
     - `step_rows`: `rows` for up to 8 rows, where `few_rows` is: the kernels of `decode` compute attention, too.
     - `four_rows`: `rows` for up to 4 rows, where `few_rows` is and linear layers have integer weights: these have kernels of
       their own for so few rows.
