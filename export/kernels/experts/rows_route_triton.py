@@ -29,14 +29,13 @@ def route_rows_early(
     rows,
     SIZE: tl.constexpr,
     EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
     TILE: tl.constexpr,
     SLICE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write the logits in parts: a program multiplies a slice of ROWS rows of `x * norm` by a slice of TILE gate rows.
+    """Write the logits in parts: a program multiplies a slice of WORD rows of `x * norm` by a slice of TILE gate rows.
 
-    ROWS is WORD, or less if there are fewer rows. A slice is SLICE of the SIZE elements of a row.
+    A slice is SLICE of the SIZE elements of a row.
 
     Args:
         logits: [slices, R, EXPERTS] float32: the products of each slice, without the rows' factors 1 / rms.
@@ -48,7 +47,7 @@ def route_rows_early(
     part = tl.program_id(0)
     expert = tl.program_id(1) * TILE + tl.arange(0, TILE)
     word = tl.program_id(2)
-    row = word * WORD + tl.arange(0, ROWS)
+    row = word * WORD + tl.arange(0, WORD)
     column = part * SLICE + tl.arange(0, SLICE)
     inside = column < SIZE
     here = inside[:, None] & (expert < EXPERTS)[None, :]

@@ -45,9 +45,6 @@ Pair = tuple[Weight, Weight | None]
 # In bfloat16 a delta-net layer takes 71.1/108.1/159.1/226.9 us with (32, 512) at 8/16/32/64 rows, 72.6/108.3/161.0/226.8 with
 # (64, 512), and 73.4/108.2/158.7/226.9 with (16, 512).
 ROUTER = {torch.bfloat16: (32, 512), torch.float32: (16, 128)}
-# Stages of the gate and up projections' loop (`num_stages`). With 2 stages they take 54.2/71.1/83.4 us at 32/64/128 rows,
-# with 3 stages 54.5/69.9/78.9.
-STAGES = 3
 # Columns per program of the last kernel.
 SUM_COLUMNS = 1024
 
@@ -199,7 +196,6 @@ def _route(
         rows,
         SIZE=size,
         EXPERTS=experts,
-        ROWS=scheduling.WORD.value,
         TILE=tile,
         SLICE=width,
         EARLY=starts_early(),
@@ -288,7 +284,7 @@ def _multiply_fixed(
     hidden = torch.empty(places, 2, inner, dtype=torch.int8, device=schedule.device)
     hidden_scale = _floats(schedule, places, inner // share)
     launcher(fixed.gate_up_fixed_rows_early)[(inner // share, blocks)](
-        prepared, x_scale, schedule, *_scaled(gate_up), hidden, hidden_scale, STAGES=STAGES, **common
+        prepared, x_scale, schedule, *_scaled(gate_up), hidden, hidden_scale, **common
     )
     launcher(fixed.down_fixed_rows_early)[(size // fixed.DOWN_TILE.value, blocks)](
         hidden, hidden_scale, schedule, *_scaled(down), parts, **common

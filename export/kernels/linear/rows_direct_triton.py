@@ -71,7 +71,7 @@ def takes_unprepared(x: Tensor, weight: Weight, heads: int) -> bool:
     """Whether the kernel of small weights takes a weight [N, K] and rows x [R, K] as they are. heads: those of a row, which
     are divided by their root mean squares; 0: none."""
     small = in_fixed_point(weight) and has_stretches(weight.columns) and weight.rows <= SMALL
-    whole = heads == 0 or weight.columns // heads % BLOCK.value == 0
+    whole = in_whole_blocks(weight.columns, heads)
     return x.dtype == torch.bfloat16 and small and whole and at_most(x.shape[0], FEW_ROWS)
 
 
@@ -90,10 +90,15 @@ def float_warps(k: int) -> int:
     return MAX_WARPS if k > 1024 else MAX_WARPS // 2
 
 
+def in_whole_blocks(k: int, heads: int) -> bool:
+    """Whether each block of a row lies in one of its heads, if it has some."""
+    return heads == 0 or k // heads % BLOCK.value == 0
+
+
 def divides_heads(k: int, heads: int) -> bool:
-    """Whether a product with bfloat16 weights divides its rows' heads: a warp then has 1, 2 or 4 blocks, each in one head."""
+    """Whether a product with bfloat16 weights divides its rows' heads, if it has some. A warp then has 1, 2 or 4 blocks."""
     blocks, left = divmod(k, BLOCK.value * float_warps(k))
-    return left == 0 and blocks in (1, 2, 4) and k // heads % BLOCK.value == 0
+    return heads == 0 or (left == 0 and blocks in (1, 2, 4) and in_whole_blocks(k, heads))
 
 
 def in_fixed_point(weight: Weight) -> bool:
@@ -208,7 +213,7 @@ class DirectProduct:
     ) -> Tensor:
         """x [R, K] in bfloat16 -> [R, outputs] in `out_dtype`."""
         out = torch.empty((x.shape[0], self.outputs), dtype=out_dtype, device=x.device)
-        if self.floats and norm is None and (heads == 0 or divides_heads(self.weight.columns, heads)):
+        if self.floats and norm is None and divides_heads(self.weight.columns, heads):
             return self._multiplied((x,), out, squares, eps, heads)
         return self._multiplied(self._prepared(x, norm, squares, eps, heads), out)
 
@@ -311,6 +316,10 @@ class DirectProduct:
         if self.floats:
             warps = float_warps(k)
             turns = triton.cdiv(k // TURN.value, warps)
+            # The most turns whose inputs are all under way at once.
+            most_held = 0 if self.residual is None else AHEAD
+            if columns == STEP_ROWS:
+                most_held = ALL_AHEAD
             launcher(direct_floats_rows_early)[(self._programs(TILE),)](
                 *pointers(prepared[0], squares, weight.values, *optional),
                 out,
@@ -322,7 +331,7 @@ class DirectProduct:
                 COLUMNS=columns,
                 WARPS=warps,
                 AHEAD=turns if turns <= ALL_AHEAD else AHEAD,
-                HOLD=turns <= (ALL_AHEAD if columns == STEP_ROWS else 0 if self.residual is None else AHEAD),
+                HOLD=turns <= most_held,
                 num_warps=warps,
                 **constants,
             )
