@@ -48,10 +48,9 @@ Why no kernel reads too early or writes too early. A stream's capture is a chain
 
 A multiprocessor has one memory for its first-level cache and its shared memory. The driver divides this memory for each
 kernel. A program only starts on a multiprocessor with the division of its kernel. With another division, a kernel that starts
-early would have to wait until the kernel ahead has left. So `start_early` asks for one division for the marked kernels of
-several rows (`names.ROWS_KERNEL`). Kernels of one row need little shared memory and read faster with a larger cache: their
-division is left to the driver, also where the kernels of attention and of the experts have a few rows, and those of linear
-layers two.
+early has to wait until the kernel ahead has left. Its programs also crowd on the few multiprocessors that the kernel ahead
+has left first: 512 of `delta_step_early` stood on 40 of 132. Each program takes some shared memory even if it asks for none,
+so a small division spreads them. So `start_early` asks for a division for marked kernels (`SHARED_MEMORY`).
 """
 
 from __future__ import annotations
@@ -68,10 +67,35 @@ from ostinato.delegate.errors import first_line
 # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC of cuda.h: the edge opens when all programs have called `start_next` or have ended.
 _WHEN_ALL_PROGRAMS_SAY_SO = 1
 _TYPE_PREFIX = "CU_GRAPH_NODE_TYPE_"
-# Shared memory in percent of its maximum; a kernel that needs more gets more. H200, 2026-11-23: one delta-net layer with
-# experts at 8, 64 and 128 sessions and for a prompt of 128 takes 73.0, 239.2, 352.2 and 224.7 us; with 50 % 70.7, 233.9,
-# 353.5 and 232.7, with 80 % 72.3, 235.5, 351.7 and 223.5; with the driver's division 76.7, 245.5, 360.8 and 233.4. With 60 %
-# for the kernels of one row too, one session has 981 tokens/s in place of 1,066.
+# A kernel's shared memory in percent of its maximum, by what stands in its name ahead of `names.EARLY_KERNEL`. A kernel that
+# needs more gets more. Of an H200's 228 KB these are 0, 8, 16, 64, 100 and 164 KB. Other kernels of several rows get
+# _SHARED_MEMORY, others what the driver chooses.
+#
+# Found by trying all of these, kernel by kernel, for whole layers of several models together (H200, 2026-11-28).
+SHARED_MEMORY = {
+    "attend_combine": 0,
+    "attend_split": 43,
+    "conv_rows": 7,
+    "delta_rows": 43,
+    "delta_step": 0,
+    "direct_integers_rows": 43,
+    "direct_unpacked_rows": 0,
+    "experts_down": 0,
+    "experts_gate_up": 0,
+    "linear_add": 60,
+    "norm_linear": 28,
+    "norm_linear_conv": 43,
+    "norm_swiglu": 43,
+    "prepare_direct_rows": 7,
+    "route_logits": 0,
+}
+# The same for a launch with several rows, which are the last dimension of its grid.
+SHARED_MEMORY_OF_ROWS = SHARED_MEMORY | {
+    "attend_combine": 3,
+    "experts_down": 7,
+    "experts_gate_up": 3,
+    "route_logits": 7,
+}
 _SHARED_MEMORY = 60
 
 
@@ -120,7 +144,7 @@ def inspect_graph(graph: int) -> GraphNodes:
 def start_early(graph: int, required_ahead: Mapping[str, str] = REQUIRED_AHEAD) -> EarlyStarts:
     """Make the edge into a marked kernel programmatic if the kernel ahead is marked too and R5 allows it.
 
-    Also ask for one division of a multiprocessor's memory for the marked kernels of several rows.
+    Also ask for a division of a multiprocessor's memory for the marked kernels.
 
     Args:
         graph: as in `inspect_graph`; not instantiated yet, and for a GPU of compute capability 9.0 or newer.
@@ -154,17 +178,25 @@ def start_early(graph: int, required_ahead: Mapping[str, str] = REQUIRED_AHEAD) 
         call_driver(driver, "cuGraphRemoveDependencies", handle, [before], [after], [data], 1)
         call_driver(driver, "cuGraphAddDependencies", handle, [before], [after], [programmatic], 1)
         changed += 1
-    _divide_alike(driver, [node for node in nodes if ROWS_KERNEL in names[int(node)]])
+    for node in nodes:
+        _divide(driver, node, names[int(node)])
     return EarlyStarts(changed, _note(misplaced))
 
 
-def _divide_alike(driver: Any, kernels: list[Any]) -> None:
-    """Ask for one division of a multiprocessor's memory for these kernels' nodes."""
-    kind = driver.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+def _divide(driver: Any, node: Any, name: str) -> None:
+    """Ask for a division of a multiprocessor's memory for the kernel with this name, if it is a marked one."""
+    kernel, marked, _ = name.partition(EARLY_KERNEL)
+    if not marked:
+        return
+    (params,) = call_driver(driver, "cuGraphKernelNodeGetParams", node)
+    sizes = SHARED_MEMORY if params.gridDimZ == 1 else SHARED_MEMORY_OF_ROWS
+    percent = sizes.get(kernel, _SHARED_MEMORY if ROWS_KERNEL in name else None)
+    if percent is None:
+        return
     value = driver.CUkernelNodeAttrValue()
-    value.sharedMemCarveout = _SHARED_MEMORY
-    for node in kernels:
-        call_driver(driver, "cuGraphKernelNodeSetAttribute", node, kind, value)
+    value.sharedMemCarveout = percent
+    kind = driver.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+    call_driver(driver, "cuGraphKernelNodeSetAttribute", node, kind, value)
 
 
 def update_executable(executable: int, graph: int) -> bool:

@@ -52,7 +52,7 @@ def route_logits_early(
 @triton.jit
 def token_of(SEVERAL: tl.constexpr):
     """The program's token; without SEVERAL there is one, and the code is as if there were no number."""
-    return tl.program_id(1) if SEVERAL else 0
+    return tl.program_id(2) if SEVERAL else 0
 
 
 @triton.jit

@@ -111,7 +111,7 @@ def _route_logits(x: Tensor, norm_weight: Tensor, eps: float, gate: Tensor, shar
     block = triton.next_power_of_2(size)
     rows, tokens = max(1, min(ROUTER.rows, ROUTER.units // block)), x.shape[0]
     logits = torch.empty((tokens, count), dtype=x.dtype, device=x.device)
-    launcher(route_logits_early)[((count + rows - 1) // rows, tokens)](
+    launcher(route_logits_early)[((count + rows - 1) // rows, 1, tokens)](
         x,
         norm_weight,
         gate,
@@ -192,7 +192,7 @@ def _experts_gate_up(
     turns = (
         turns_for(tokens * (top_k + (shared is not None)), blocks, GATE_UP_ROOM) if takes_turns(x, weight) else tokens
     )
-    grid = top_k * sections(blocks, turns) + sections(shared_blocks, turns), tokens
+    grid = top_k * sections(blocks, turns) + sections(shared_blocks, turns), 1, tokens
     launcher(experts_gate_up_early)[grid](
         x,
         norm_weight,
@@ -275,7 +275,7 @@ def _experts_down(
     out, tokens = torch.empty_like(residual), residual.shape[0]
     blocks, several = size // rows, takes_turns(residual, weight)
     turns = turns_for(tokens, blocks, DOWN_ROOM) if several else 1
-    launcher(experts_down_early)[(sections(blocks, turns), tokens)](
+    launcher(experts_down_early)[(sections(blocks, turns), 1, tokens)](
         hidden,
         logits,
         *weight_pointers(weight, shared),

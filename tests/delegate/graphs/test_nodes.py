@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,14 @@ import pytest
 
 from ostinato.delegate.artifact.names import EARLY_KERNEL, REQUIRED_AHEAD, ROWS_KERNEL
 from ostinato.delegate.cuda_driver import DriverError
-from ostinato.delegate.graphs.nodes import EarlyStarts, GraphNodes, inspect_graph, start_early
+from ostinato.delegate.graphs import nodes
+from ostinato.delegate.graphs.nodes import (
+    SHARED_MEMORY_OF_ROWS,
+    EarlyStarts,
+    GraphNodes,
+    inspect_graph,
+    start_early,
+)
 
 from ..helpers import FULL, PROGRAMMATIC, use_driver
 
@@ -46,6 +54,7 @@ class Driver:
     Args:
         nodes: the names of the nodes' kernels; "" for a copy, None for a kernel whose name cannot be read.
         edges: (node ahead, node after), counted from 1.
+        rows: the last dimension of all kernels' grids.
         suffix: "_v2" for the functions of cuda-bindings 12.
         refuses: name of the function that fails in its second call.
     """
@@ -57,9 +66,15 @@ class Driver:
     CUkernelNodeAttrValue = SimpleNamespace
 
     def __init__(
-        self, nodes: Sequence[str | None], edges: Sequence[tuple[int, int]], suffix: str = "", refuses: str = ""
+        self,
+        nodes: Sequence[str | None],
+        edges: Sequence[tuple[int, int]],
+        suffix: str = "",
+        refuses: str = "",
+        rows: int = 1,
     ) -> None:
         self._nodes = nodes
+        self._rows = rows
         self.edges = {edge: EdgeData() for edge in edges}
         # Node -> percentage of the shared memory that it prefers.
         self.divided: dict[int, int] = {}
@@ -83,7 +98,7 @@ class Driver:
     def cuGraphKernelNodeGetParams(self, node: int) -> tuple[Any, ...]:
         # Every second kernel belongs to a library, and has `kern` instead of `func`.
         func, kern = (0, node) if node % 2 else (node, 0)
-        return Result.CUDA_SUCCESS, SimpleNamespace(func=func, kern=kern)
+        return Result.CUDA_SUCCESS, SimpleNamespace(func=func, kern=kern, gridDimZ=self._rows)
 
     def cuFuncGetName(self, node: int) -> tuple[Any, ...]:
         name = self._nodes[node - 1] if node else None
@@ -216,14 +231,31 @@ def test_graphs_without_edges(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (inspect_graph(7).kernels, start_early(7)) == (1, EarlyStarts(0))
 
 
-def test_kernels_of_rows_divide_the_memory_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ["sum_rows_early", "norm_linear_early", "", "delta_rows_early_2", "triton_poi_rows_0", None]
-    driver = Driver(names, line(len(names)))
+@pytest.mark.parametrize(("rows", "gate_up"), [(1, 0), (4, 3)])
+def test_each_marked_kernel_has_a_division_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch, rows: int, gate_up: int
+) -> None:
+    names = [
+        "sum_rows_early",
+        "norm_linear_early",
+        "",
+        "delta_rows_early_2",
+        "triton_poi_rows_0",
+        None,
+        GATE_UP,
+        "a_early",
+    ]
+    driver = Driver(names, line(len(names)), rows=rows)
     use_driver(monkeypatch, driver)
-    assert start_early(7) == EarlyStarts(1)
-    assert set(driver.divided) == {1, 4}
-    (percent,) = set(driver.divided.values())
-    assert 0 < percent < 100
+    assert start_early(7) == EarlyStarts(2)
+    assert driver.divided == {1: 60, 2: 28, 4: 43, 7: gate_up}
+
+
+def test_divisions_are_those_of_marked_kernels() -> None:
+    """A name that no kernel has would do nothing."""
+    sources = Path(nodes.__file__).parents[2].glob("export/kernels/*/*_triton.py")
+    defined = "\n".join(path.read_text() for path in sources)
+    assert [name for name in SHARED_MEMORY_OF_ROWS if f"def {name}{EARLY_KERNEL}(" not in defined] == []
 
 
 @pytest.mark.parametrize(

@@ -115,14 +115,14 @@ def test_marked_kernels_start_early(kernels: ModuleType, weight: Tensor) -> None
     assert (stats.plans[-1].graph_nodes, stats.plans[-1].graph_note) == ({"kernel": 8}, None)
 
 
-def test_kernels_of_rows_divide_the_memory_alike(
+def test_a_kernel_has_its_division_of_the_memory(
     kernels: ModuleType, weight: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not kernels.starts_early():
         pytest.skip("this GPU starts no kernel early")
     from cuda.bindings import driver
 
-    monkeypatch.setattr(graph_nodes, "ROWS_KERNEL", "turn_early")
+    monkeypatch.setitem(graph_nodes.SHARED_MEMORY, "turn", 43)
     chain = [kernels.turn_early, kernels.turn_plainly, kernels.turn_early]
     machine = captured(lambda inputs: [kernels.run_chain(chain, inputs[0], weight)], [random_input(kernels)])
     kind = driver.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
@@ -130,7 +130,7 @@ def test_kernels_of_rows_divide_the_memory_alike(
     for node in graph_nodes._nodes(driver, driver.CUgraph(graph_of(machine))):
         (value,) = graph_nodes.call_driver(driver, "cuGraphKernelNodeGetAttribute", node, kind)
         found.setdefault(graph_nodes._kernel_name(driver, node), set()).add(value.sharedMemCarveout)
-    assert found["turn_early"] == {graph_nodes._SHARED_MEMORY}
+    assert found["turn_early"] == {43}
     assert found["turn_plainly"] != found["turn_early"]
     x = random_input(kernels)
     expected = x
