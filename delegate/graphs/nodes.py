@@ -58,7 +58,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ostinato.delegate.artifact.names import EARLY_KERNEL, REQUIRED_AHEAD, ROWS_KERNEL
 from ostinato.delegate.cuda_driver import DriverError, call_driver, cuda_driver
@@ -69,7 +69,7 @@ _WHEN_ALL_PROGRAMS_SAY_SO = 1
 _TYPE_PREFIX = "CU_GRAPH_NODE_TYPE_"
 # A kernel's shared memory in percent of its maximum, by what stands in its name ahead of `names.EARLY_KERNEL`. A kernel that
 # needs more gets more. Of an H200's 228 KB these are 0, 8, 16, 64, 100 and 164 KB. Other kernels of several rows get
-# _SHARED_MEMORY, others what the driver chooses.
+# _OTHERS_OF_ROWS, others what the driver chooses.
 #
 # Found by trying all of these, kernel by kernel, for whole layers of several models together (H200, 2026-11-28).
 SHARED_MEMORY = {
@@ -96,7 +96,20 @@ SHARED_MEMORY_OF_ROWS = SHARED_MEMORY | {
     "experts_gate_up": 3,
     "route_logits": 7,
 }
-_SHARED_MEMORY = 60
+# A delta-net layer with experts at 8, 64 and 128 sessions and for a prompt of 128 took 73.0, 239.2, 352.2 and 224.7 us; with
+# 50 % 70.7, 233.9, 353.5 and 232.7, with 80 % 72.3, 235.5, 351.7 and 223.5 (H200, 2026-11-23).
+_OTHERS_OF_ROWS = 60
+
+
+class _Kernel(NamedTuple):
+    """The kernel of a node. Without one, or if it does not tell its name, the name is "".
+
+    Attributes:
+        several: whether its grid's last dimension is more than one.
+    """
+
+    name: str = ""
+    several: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,15 +173,15 @@ def start_early(graph: int, required_ahead: Mapping[str, str] = REQUIRED_AHEAD) 
     programmatic.from_port = _WHEN_ALL_PROGRAMS_SAY_SO
     handle = driver.CUgraph(graph)
     nodes, edges = _nodes(driver, handle), _edges(driver, handle)
-    names = {int(node): _kernel_name(driver, node) for node in nodes}
+    kernels = {int(node): _kernel_of(driver, node) for node in nodes}
     ways_in = Counter(int(after) for _, after, _ in edges)
     changed = 0
     misplaced: list[str] = []
     for before, after, data in edges:
         # An edge of another type comes from a launch with its own attributes, and stays as it is.
-        if data.type or EARLY_KERNEL not in (name := names[int(after)]):
+        if data.type or EARLY_KERNEL not in (name := kernels[int(after)].name):
             continue
-        ahead = names[int(before)]
+        ahead = kernels[int(before)].name
         required = next((other for marked, other in required_ahead.items() if marked in name), "")
         if required not in ahead:
             misplaced.append(f"{name} stands behind {ahead or 'a node without a name'}, not behind {required}")
@@ -179,19 +192,16 @@ def start_early(graph: int, required_ahead: Mapping[str, str] = REQUIRED_AHEAD) 
         call_driver(driver, "cuGraphAddDependencies", handle, [before], [after], [programmatic], 1)
         changed += 1
     for node in nodes:
-        _divide(driver, node, names[int(node)])
+        _divide(driver, node, kernels[int(node)])
     return EarlyStarts(changed, _note(misplaced))
 
 
-def _divide(driver: Any, node: Any, name: str) -> None:
-    """Ask for a division of a multiprocessor's memory for the kernel with this name, if it is a marked one."""
-    kernel, marked, _ = name.partition(EARLY_KERNEL)
-    if not marked:
-        return
-    (params,) = call_driver(driver, "cuGraphKernelNodeGetParams", node)
-    sizes = SHARED_MEMORY if params.gridDimZ == 1 else SHARED_MEMORY_OF_ROWS
-    percent = sizes.get(kernel, _SHARED_MEMORY if ROWS_KERNEL in name else None)
-    if percent is None:
+def _divide(driver: Any, node: Any, kernel: _Kernel) -> None:
+    """Ask for a division of a multiprocessor's memory for the kernel of a node, if it is a marked one."""
+    name, marked, _ = kernel.name.partition(EARLY_KERNEL)
+    sizes = SHARED_MEMORY_OF_ROWS if kernel.several else SHARED_MEMORY
+    percent = sizes.get(name, _OTHERS_OF_ROWS if ROWS_KERNEL in kernel.name else None)
+    if not marked or percent is None:
         return
     value = driver.CUkernelNodeAttrValue()
     value.sharedMemCarveout = percent
@@ -243,12 +253,12 @@ def _node_type(driver: Any, node: Any) -> str:
     return str(call_driver(driver, "cuGraphNodeGetType", node)[0].name).removeprefix(_TYPE_PREFIX).lower()
 
 
-def _kernel_name(driver: Any, node: Any) -> str:
-    """The name of a kernel's function; "" for a node that is not a kernel, and for a kernel that does not tell its name."""
+def _kernel_of(driver: Any, node: Any) -> _Kernel:
     if _node_type(driver, node) != "kernel":
-        return ""
+        return _Kernel()
     (params,) = call_driver(driver, "cuGraphKernelNodeGetParams", node)
     # The node of a kernel has a function of a module, or a kernel of a library, which belongs to no context yet.
     error, name = driver.cuFuncGetName(params.func) if int(params.func) else driver.cuKernelGetName(params.kern)
     # The kernels of some libraries do not tell their names; those are not ours.
-    return name.decode(errors="replace") if error == driver.CUresult.CUDA_SUCCESS else ""
+    told = name.decode(errors="replace") if error == driver.CUresult.CUDA_SUCCESS else ""
+    return _Kernel(told, params.gridDimZ > 1)

@@ -51,7 +51,10 @@ def route_logits_early(
 
 @triton.jit
 def token_of(SEVERAL: tl.constexpr):
-    """The program's token; without SEVERAL there is one, and the code is as if there were no number."""
+    """The program's token: the grid's last dimension, by which `delegate/graphs/nodes.py` knows a launch of several rows.
+
+    Without SEVERAL there is one token, and the code is as if there were no number.
+    """
     return tl.program_id(2) if SEVERAL else 0
 
 

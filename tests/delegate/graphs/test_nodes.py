@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 
 from ostinato.delegate.artifact.names import EARLY_KERNEL, REQUIRED_AHEAD, ROWS_KERNEL
 from ostinato.delegate.cuda_driver import DriverError
-from ostinato.delegate.graphs import nodes
 from ostinato.delegate.graphs.nodes import (
     SHARED_MEMORY_OF_ROWS,
     EarlyStarts,
@@ -24,6 +22,7 @@ from ostinato.delegate.graphs.nodes import (
     start_early,
 )
 
+from ...conftest import ROOT
 from ..helpers import FULL, PROGRAMMATIC, use_driver
 
 
@@ -54,9 +53,9 @@ class Driver:
     Args:
         nodes: the names of the nodes' kernels; "" for a copy, None for a kernel whose name cannot be read.
         edges: (node ahead, node after), counted from 1.
-        rows: the last dimension of all kernels' grids.
         suffix: "_v2" for the functions of cuda-bindings 12.
         refuses: name of the function that fails in its second call.
+        rows: the last dimension of all kernels' grids.
     """
 
     CUresult = Result
@@ -253,7 +252,7 @@ def test_each_marked_kernel_has_a_division_of_the_memory(
 
 def test_divisions_are_those_of_marked_kernels() -> None:
     """A name that no kernel has would do nothing."""
-    sources = Path(nodes.__file__).parents[2].glob("export/kernels/*/*_triton.py")
+    sources = ROOT.glob("export/kernels/*/*_triton.py")
     defined = "\n".join(path.read_text() for path in sources)
     assert [name for name in SHARED_MEMORY_OF_ROWS if f"def {name}{EARLY_KERNEL}(" not in defined] == []
 

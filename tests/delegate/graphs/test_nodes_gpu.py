@@ -129,7 +129,7 @@ def test_a_kernel_has_its_division_of_the_memory(
     found: dict[str, set[int]] = {}
     for node in graph_nodes._nodes(driver, driver.CUgraph(graph_of(machine))):
         (value,) = graph_nodes.call_driver(driver, "cuGraphKernelNodeGetAttribute", node, kind)
-        found.setdefault(graph_nodes._kernel_name(driver, node), set()).add(value.sharedMemCarveout)
+        found.setdefault(graph_nodes._kernel_of(driver, node).name, set()).add(value.sharedMemCarveout)
     assert found["turn_early"] == {43}
     assert found["turn_plainly"] != found["turn_early"]
     x = random_input(kernels)
