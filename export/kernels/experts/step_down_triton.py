@@ -12,6 +12,7 @@ import triton.language as tl
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 from ostinato.export.kernels.linear.step_tiles_triton import (
     extended,
+    hold_loads,
     lane_element,
     lane_rows,
     load_input_at,
@@ -120,6 +121,9 @@ def experts_down_early(
             _, unit = choice_units(start, 1, SHARED_UNITS, SHARED_WIDTH)
             shared_x = load_input_at(hidden + TOP_K * INNER, unit, unit < SHARED_ROW, SHARED_GROUP, SHARED_BITS)
             shared_inputs = shared_inputs + (shared_x,)  # type: ignore[assignment]  # noqa: RUF005
+    if GROUP > 0 and not TURNS:
+        # Without this the compiler loads the routed experts' inputs once the shared expert's are there.
+        hold_loads()
     if TURNS:
         for block in tl.range(begin, last, num_stages=1):
             following_row = (block + 1) * ROWS

@@ -18,6 +18,7 @@ from ostinato.export.kernels.linear.step_products_triton import (
     swiglu,
 )
 from ostinato.export.kernels.linear.step_tiles_triton import (
+    hold_loads,
     load_input,
     load_norm,
     load_tile,
@@ -121,8 +122,9 @@ def experts_gate_up_early(
         keys = load_keys(logits, EXPERTS, "")
         x = load_inputs(h, SIZE, GROUP, UNITS, BITS)
         first_row = expert_of(largest_key(keys, choice)) * (2 * INNER)
-        # Loads and products stand in one block, so the compiler knows that the weights take longest, and waits for them last.
         tiles = load_pairs(stored, first_row + begin * ROWS, INNER, SIZE, GROUP, ROWS, UNITS, BITS, MINIMUM)
+        if GROUP > 0:
+            hold_loads()
         store_blocks(
             hidden + choice * INNER, stored, first_row, begin, end, x, norms, tiles, EPS, INNER, SIZE, GROUP, ROWS, UNITS,
             WARPS, LANE, INTEGER, SCALE, BITS, MINIMUM, SEVERAL,

@@ -14,7 +14,6 @@ import triton.language as tl
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 
 from .rows_direct_store_triton import (
-    hold_loads,
     load_factors,
     load_past,
     load_taps,
@@ -23,6 +22,7 @@ from .rows_direct_store_triton import (
     store_direct,
     stored_lines,
 )
+from .step_tiles_triton import hold_loads
 
 # Elements of a turn, and turns of a block.
 TURN = tl.constexpr(32)

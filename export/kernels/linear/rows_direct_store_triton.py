@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .rows_fixed_triton import with_bias
-from .rows_tiles_triton import BLOCK, INTERPRETED
+from .rows_tiles_triton import BLOCK
 
 
 @triton.jit
@@ -50,14 +50,6 @@ def operand_of(tile):
     SIZE: tl.constexpr = tile.shape[3]
     tile = tl.reshape(tl.permute(tile, (1, 2, 0, 3)), [WARPS, ROWS, 4, 4, SIZE // 16])
     return tl.reshape(tl.permute(tile, (0, 1, 3, 2, 4)), [WARPS, ROWS, SIZE])
-
-
-@triton.jit
-def hold_loads():
-    """Have all loads ahead of this place under way at once. The compiler moves each close to its use, so that a program waits
-    for one after the other; past a fence it moves none."""
-    if not INTERPRETED:
-        tl.inline_asm_elementwise("fence.acq_rel.cta; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

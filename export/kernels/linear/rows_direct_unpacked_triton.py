@@ -14,9 +14,10 @@ import triton.language as tl
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 
 from .rows_direct_int4_triton import STRETCH, load_weights
-from .rows_direct_store_triton import hold_loads, load_factors, multiply, store_direct
+from .rows_direct_store_triton import load_factors, multiply, store_direct
 from .rows_tiles_triton import BLOCK, unpack_nibbles
 from .scales_triton import of_pair
+from .step_tiles_triton import hold_loads
 
 
 @triton.jit

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from .scales_triton import of_pair
-from .step_fixed_point_triton import fixed_point, multiply_words, offsets
+from .step_fixed_point_triton import fixed_point, input_sums, multiply_halves, multiply_words
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 SHIFT = tl.constexpr(80)
@@ -127,17 +127,20 @@ def multiply_int4(
     """
     words, scales, minima = tile
     if INTEGER:
-        bytes, lane_scale = fixed_point(x)
-        started = tl.zeros(words[0].shape, tl.int32) if MINIMUM else offsets(bytes)
+        pairs, lane_scale = fixed_point(x, GROUP > 32)
+        low_sum, high_sum = input_sums(pairs)
         factor *= lane_scale
     else:
         nibbles, low, high = coefficients(x, GROUP, MINIMUM)
     if MINIMUM:
         if INTEGER:
-            low_ones, high_ones = multiply_words(tl.full(words[0].shape, 0x11111111, tl.uint32), bytes, started)
-            low_inputs, high_inputs = low_ones.to(tl.float32), high_ones.to(tl.float32) * 2.0**-4
+            low_inputs, high_inputs = low_sum.to(tl.float32), high_sum.to(tl.float32)
         else:
             low_inputs, high_inputs = sum_four(x[0] + x[2] + x[4] + x[6]), sum_four(x[1] + x[3] + x[5] + x[7])
+    if INTEGER:
+        # What the nibbles' 8s add is subtracted.
+        low_start, high_start = low_sum * (0 if MINIMUM else -8), high_sum * (0 if MINIMUM else -128)
+        start = low_sum * -128 + high_sum * -136
     added = ()
     for row in tl.static_range(ROWS):
         if GROUP == 32:
@@ -146,11 +149,11 @@ def multiply_int4(
             scale = scales[row].to(tl.float32)
             high_scale = scale
         if INTEGER:
-            low_sum, high_sum = multiply_words(words[row], bytes, started)
             if GROUP == 32:
+                low_sum, high_sum = multiply_halves(words[row], pairs, low_start, high_start)
                 product = low_sum.to(tl.float32) * scale + high_sum.to(tl.float32) * (high_scale * 2.0**-4)
             else:
-                product = (low_sum * 16 + high_sum).to(tl.float32) * (scale * factor * 2.0**-4)
+                product = multiply_words(words[row], pairs, start).to(tl.float32) * (scale * factor * 2.0**-4)
         else:
             scale *= 2.0 ** (149 - SHIFT)
             high_scale *= 2.0 ** (149 - SHIFT)

@@ -25,7 +25,7 @@ def multiply_int8(sums, tile, x, factor, ROWS: tl.constexpr, INTEGER: tl.constex
     """
     words, scales, _ = tile
     if INTEGER:
-        bytes, lane_scale = fixed_point(x)
+        pairs, lane_scale = fixed_point(x)
         factor *= lane_scale
     else:
         scaled, start = byte_coefficients(x)
@@ -33,7 +33,7 @@ def multiply_int8(sums, tile, x, factor, ROWS: tl.constexpr, INTEGER: tl.constex
     added = ()
     for row in tl.static_range(ROWS):
         if INTEGER:
-            product = multiply_bytes(words[row], bytes).to(tl.float32)
+            product = multiply_bytes(words[row], pairs).to(tl.float32)
         else:
             product = multiply_byte_row(words[row], scaled, start)
         # Triton does not take a starred expression.

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from .step_int4_triton import (
+    INTERPRETED,
     first_fours,
     load_constant_eights,
     load_constant_fours,
@@ -30,6 +31,14 @@ from .step_int8_triton import multiply_int8
 def extended(tiles, tile):
     """The tuple with one more tile at its end. Triton does not take a starred expression."""
     return tiles + (tile,)  # noqa: RUF005
+
+
+@triton.jit
+def hold_loads():
+    """Have all loads ahead of this place under way at once. The compiler moves each close to its use, so that a program waits
+    for one after the other; past a fence it moves none."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise("fence.acq_rel.cta; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
