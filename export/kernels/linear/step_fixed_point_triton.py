@@ -175,7 +175,7 @@ def multiply_words(words, x, started):
 
 @triton.jit
 def multiply_halves(words, x, low_started, high_started):
-    """Each lane's sums of low nibbles times inputs, and of high ones times 16: two tensors [LANES] int32, from `started`."""
+    """Each lane's sums of low nibbles times inputs, and of high ones times 16, from two starts: two tensors [LANES] int32."""
     if INTERPRETED:
         low = low_started + lane_products(x[0], x[1], words & 0x0F0F0F0F)
         high = high_started + lane_products(x[2], x[3], words & 0xF0F0F0F0)

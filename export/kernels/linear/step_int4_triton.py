@@ -138,7 +138,7 @@ def multiply_int4(
         else:
             low_inputs, high_inputs = sum_four(x[0] + x[2] + x[4] + x[6]), sum_four(x[1] + x[3] + x[5] + x[7])
     if INTEGER:
-        # What the nibbles' 8s add is subtracted.
+        # Sums start from what the nibbles' 8s add, negated.
         low_start, high_start = low_sum * (0 if MINIMUM else -8), high_sum * (0 if MINIMUM else -128)
         start = low_sum * -128 + high_sum * -136
     added = ()

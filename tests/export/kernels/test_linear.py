@@ -401,6 +401,15 @@ def test_inputs_of_very_different_sizes(
     check(replace(case, residual=torch.zeros_like(case.residual)), kernels_of(name), operation, FORMS[name].error)
 
 
+@contract("group largest", product((64, 128), (1.875, 1.8828125, 1.9921875)))
+def test_the_largest_inputs_fit_their_integers(kernels_of: Callable[[str], Any], group: int, largest: float) -> None:
+    """What low nibbles are multiplied by in fixed point is largest where the inputs of high ones have the other sign."""
+    case = small("step", 1024, group, BF16)
+    signs = (torch.arange(1024) // 32 % 2 * 2 - 1).to(case.x)
+    case = replace(case, x=(signs * largest).expand_as(case.x).contiguous(), residual=torch.zeros_like(case.residual))
+    check(case, kernels_of("step"), "linear_add", FORMS["step"].error)
+
+
 @contract("name lengths", [("reference", (1, 2, 3)), ("step", (1,) * 6), ("rows", (2, 4)), ("C++", (1, 2, 3))])
 def test_calls_follow_one_another(kernels_of: Callable[[str], Any], name: str, lengths: Sequence[int]) -> None:
     """From position 0 each call leaves the state that the next one needs: as if all rows came at once."""
