@@ -124,6 +124,7 @@ def experts_gate_up_early(
         first_row = expert_of(largest_key(keys, choice)) * (2 * INNER)
         tiles = load_pairs(stored, first_row + begin * ROWS, INNER, SIZE, GROUP, ROWS, UNITS, BITS, MINIMUM)
         if GROUP > 0:
+            # Not for floats, which it makes slower: see "What was tried" in ../README.md.
             hold_loads()
         store_blocks(
             hidden + choice * INNER, stored, first_row, begin, end, x, norms, tiles, EPS, INNER, SIZE, GROUP, ROWS, UNITS,

@@ -39,7 +39,7 @@ def fixed_point(x, JOINED: tl.constexpr = False):
     MARGIN: tl.constexpr = 1.0 + 2.0**-10 + (2.0**-4 if JOINED else 0.0)
     exponent = (lane_largest * MARGIN).to(tl.uint32, bitcast=True) & 0x7F800000
     inverse = (((127 + 14 + 127) << 23) - exponent).to(tl.float32, bitcast=True)
-    inverse = in_places(inverse)
+    inverse = of_neighbours(inverse, 4)
     # Infinity and NaN must show in the product.
     scale = (exponent - (14 << 23)).to(tl.float32, bitcast=True) + (lane_largest - lane_largest)
     if len(x) == 8:
@@ -92,40 +92,9 @@ def pair_of(first, second):
 @triton.jit
 def input_sums(x):
     """Each lane's sums of the inputs of low nibbles, and of those of high nibbles: two tensors [LANES] int32."""
-    if INTERPRETED:
-        ones = tl.full(x[0].shape, 0x01010101, tl.int32)
-        low, high = lane_products(x[0], x[1], ones), lane_products(x[2], x[3], ones)
-    else:
-        # Takes the four words of a lane at once, as all that follow.
-        sums = tl.inline_asm_elementwise(
-            """{
-            dp2a.lo.s32.u32 $0, $4, 0x0101, 0;
-            dp2a.lo.s32.u32 $1, $12, 0x0101, 0;
-            dp2a.lo.s32.u32 $0, $5, 0x0101, $0;
-            dp2a.lo.s32.u32 $1, $13, 0x0101, $1;
-            dp2a.lo.s32.u32 $0, $6, 0x0101, $0;
-            dp2a.lo.s32.u32 $1, $14, 0x0101, $1;
-            dp2a.lo.s32.u32 $0, $7, 0x0101, $0;
-            dp2a.lo.s32.u32 $1, $15, 0x0101, $1;
-            dp2a.lo.s32.u32 $0, $8, 0x0101, $0;
-            dp2a.lo.s32.u32 $1, $16, 0x0101, $1;
-            dp2a.lo.s32.u32 $0, $9, 0x0101, $0;
-            dp2a.lo.s32.u32 $1, $17, 0x0101, $1;
-            dp2a.lo.s32.u32 $0, $10, 0x0101, $0;
-            dp2a.lo.s32.u32 $1, $18, 0x0101, $1;
-            dp2a.lo.s32.u32 $0, $11, 0x0101, $0;
-            dp2a.lo.s32.u32 $1, $19, 0x0101, $1;
-            mov.b32 $2, $0;
-            mov.b32 $3, $1;
-            }""",
-            "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
-            [x[0], x[1], x[2], x[3]],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=4,
-        )
-        low, high = first_places(sums)
-    return low, high
+    none = tl.zeros([x[0].shape[0] // 4], tl.int32)
+    low, high = multiply_halves(tl.full(x[0].shape, 0x11111111, tl.uint32), x, none, none)
+    return low, high >> 4
 
 
 @triton.jit
@@ -135,6 +104,7 @@ def multiply_words(words, x, started):
         low = lane_products(x[0], x[1], words & 0x0F0F0F0F)
         total = started + low * 16 + lane_products(x[2], x[3], words)
     else:
+        # Takes the four words of a lane at once, as all that follow.
         sums = tl.inline_asm_elementwise(
             """{
             .reg .b32 l0, l1, l2, l3, low;
@@ -164,7 +134,7 @@ def multiply_words(words, x, started):
             mov.b32 $3, $0;
             }""",
             "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
-            [words, x[0], x[1], x[2], x[3], in_places(started)],
+            [words, x[0], x[1], x[2], x[3], of_neighbours(started, 4)],
             dtype=tl.int32,
             is_pure=True,
             pack=4,
@@ -211,7 +181,7 @@ def multiply_halves(words, x, low_started, high_started):
             mov.b32 $3, $1;
             }""",
             "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
-            [words, x[0], x[1], x[2], x[3], in_places(low_started), in_places(high_started)],
+            [words, x[0], x[1], x[2], x[3], of_neighbours(low_started, 4), of_neighbours(high_started, 4)],
             dtype=tl.int32,
             is_pure=True,
             pack=4,
@@ -258,9 +228,10 @@ def first_places(x):
 
 
 @triton.jit
-def in_places(x):
-    """[LANES] -> [WORDS], with a lane's value in its four places."""
-    return tl.reshape(tl.broadcast_to(tl.expand_dims(x, 1), [x.shape[0], 4]), [x.shape[0] * 4])
+def of_neighbours(x, LANE: tl.constexpr):
+    """[UNITS / LANE] -> [UNITS]: each value repeated for LANE neighbours."""
+    wide = tl.broadcast_to(tl.expand_dims(x, 1), [x.shape[0], LANE])
+    return tl.reshape(wide, [x.shape[0] * LANE])
 
 
 @triton.jit

@@ -129,6 +129,9 @@ def multiply_int4(
     if INTEGER:
         pairs, lane_scale = fixed_point(x, GROUP > 32)
         low_sum, high_sum = input_sums(pairs)
+        # Sums start from what the nibbles' 8s add, negated.
+        low_start, high_start = low_sum * (0 if MINIMUM else -8), high_sum * (0 if MINIMUM else -128)
+        start = low_sum * -128 + high_sum * -136
         factor *= lane_scale
     else:
         nibbles, low, high = coefficients(x, GROUP, MINIMUM)
@@ -137,10 +140,6 @@ def multiply_int4(
             low_inputs, high_inputs = low_sum.to(tl.float32), high_sum.to(tl.float32)
         else:
             low_inputs, high_inputs = sum_four(x[0] + x[2] + x[4] + x[6]), sum_four(x[1] + x[3] + x[5] + x[7])
-    if INTEGER:
-        # Sums start from what the nibbles' 8s add, negated.
-        low_start, high_start = low_sum * (0 if MINIMUM else -8), high_sum * (0 if MINIMUM else -128)
-        start = low_sum * -128 + high_sum * -136
     added = ()
     for row in tl.static_range(ROWS):
         if GROUP == 32:

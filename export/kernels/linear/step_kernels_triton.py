@@ -15,6 +15,7 @@ import triton.language as tl
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 
+from .step_fixed_point_triton import of_neighbours
 from .step_products_triton import (
     has_gate,
     head_factor,
@@ -24,7 +25,6 @@ from .step_products_triton import (
     normed_heads,
     normed_totals,
     of_input,
-    of_neighbours,
     paired_rows,
     row_of_x,
     swiglu,

@@ -178,13 +178,6 @@ def normed_heads(
 
 
 @triton.jit
-def of_neighbours(x, LANE: tl.constexpr):
-    """[UNITS / LANE] -> [UNITS]: each value repeated for LANE neighbours."""
-    wide = tl.broadcast_to(tl.expand_dims(x, 1), [x.shape[0], LANE])
-    return tl.reshape(wide, [x.shape[0] * LANE])
-
-
-@triton.jit
 def head_factor(squares_ptr, element, inside, EPS: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr):
     """1 / rms of the head in which each `element` lies; a head has SIZE elements."""
     square = tl.load(squares_ptr + element // SIZE * PARTS, mask=inside, other=0.0)

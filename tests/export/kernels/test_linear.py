@@ -403,7 +403,7 @@ def test_inputs_of_very_different_sizes(
 
 @contract("group largest", product((64, 128), (1.875, 1.8828125, 1.9921875)))
 def test_the_largest_inputs_fit_their_integers(kernels_of: Callable[[str], Any], group: int, largest: float) -> None:
-    """What low nibbles are multiplied by in fixed point is largest where the inputs of high ones have the other sign."""
+    """Inputs of high and of low nibbles have opposite signs: the factor of low ones is then the largest in fixed point."""
     case = small("step", 1024, group, BF16)
     signs = (torch.arange(1024) // 32 % 2 * 2 - 1).to(case.x)
     case = replace(case, x=(signs * largest).expand_as(case.x).contiguous(), residual=torch.zeros_like(case.residual))
