@@ -71,14 +71,16 @@ _TYPE_PREFIX = "CU_GRAPH_NODE_TYPE_"
 # needs more gets more. Of an H200's 228 KB these are 0, 8, 16, 64, 100 and 164 KB. Other kernels of several rows get
 # _OTHERS_OF_ROWS, others what the driver chooses.
 #
-# Found by trying all of these, kernel by kernel, for whole layers of several models together (H200, 2026-11-28).
+# Found by trying all of these, kernel by kernel, for whole layers of several models together (H200, 2026-11-28; `direct_*`
+# 2026-11-29).
 SHARED_MEMORY = {
     "attend_combine": 0,
     "attend_split": 43,
     "conv_rows": 7,
     "delta_rows": 43,
     "delta_step": 0,
-    "direct_integers_rows": 43,
+    "direct_integers_rows": 7,
+    "direct_rows": 7,
     "direct_unpacked_rows": 0,
     "experts_down": 0,
     "experts_gate_up": 0,

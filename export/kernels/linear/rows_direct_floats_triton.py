@@ -45,6 +45,7 @@ def direct_floats_rows_early(
     EPS: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
+    PREPARED: tl.constexpr,
     HEADS: tl.constexpr,
     PARTS: tl.constexpr,
     BIAS: tl.constexpr,
@@ -64,6 +65,7 @@ def direct_floats_rows_early(
     A program has ROWS weight rows; with SWIGLU, ROWS / 2 gate rows and the up rows N rows behind these.
 
     Args:
+        PREPARED: whether x is [K / TURN, COLUMNS, TURN], with anything in the columns behind the last row.
         HEADS: number of heads of a row, which are divided by their root mean squares; 0: x has no heads. See `load_factors`.
         PARTS: number of parts of a head's sum of squares.
         CHANNELS: outputs that are convolved with TAPS taps, the first ones; see `store_direct`. 0: none is.
@@ -94,17 +96,19 @@ def direct_floats_rows_early(
     if HEADS > 0:
         factors = load_factors(squares_ptr, rows, EPS, K, HEADS, PARTS, COLUMNS, WARPS, TURNS // BLOCK_TURNS)
     column = tl.arange(0, COLUMNS // 8)[None, None, :, None] * 8 + tl.arange(0, 8)[:, None, None, None]
-    of_x = x_ptr + column * K
+    # Of prepared rows, a warp loads a piece of memory at once, not a piece of each row.
+    of_x = x_ptr + column * (TURN if PREPARED else K)
+    APART: tl.constexpr = COLUMNS * TURN if PREPARED else TURN
     inputs = ()
     for turn in tl.static_range(TURNS if HOLD else 1):
-        inputs = inputs + (load_turn(of_x, turn, K, WARPS, column < rows),)  # type: ignore[assignment]  # noqa: RUF005
+        inputs = inputs + (load_turn(of_x, turn, K, WARPS, APART, column < rows),)  # type: ignore[assignment]  # noqa: RUF005
     if HOLD:
         hold_loads()
     sums = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)
     products = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)
     for turn in tl.static_range(TURNS):
         if not HOLD and turn + 1 < TURNS:
-            inputs = inputs + (load_turn(of_x, turn + 1, K, WARPS, column < rows),)  # type: ignore[assignment]  # noqa: RUF005
+            inputs = inputs + (load_turn(of_x, turn + 1, K, WARPS, APART, column < rows),)  # type: ignore[assignment]  # noqa: RUF005
         weights = tiles[0]  # type: ignore[misc]
         tiles = tiles[1:]
         if turn + AHEAD < TURNS:
@@ -120,12 +124,15 @@ def direct_floats_rows_early(
 
 
 @triton.jit
-def load_turn(lines, NUMBER: tl.constexpr, K: tl.constexpr, WARPS: tl.constexpr, filled=True):
+def load_turn(
+    lines, NUMBER: tl.constexpr, K: tl.constexpr, WARPS: tl.constexpr, APART: tl.constexpr = TURN, filled=True
+):
     """Load a turn of lines, pointers [8, 1, LINES / 8, 1] to their first elements: [8, WARPS, LINES / 8, TURN].
 
-    A warp's turns are neighbours. Zeros behind the last element, and where not `filled`.
+    A warp's turns are neighbours, and begin APART elements from each other. Zeros behind the last element, and where not
+    `filled`.
     """
     TURNS: tl.constexpr = (K // TURN + WARPS - 1) // WARPS
     at = tl.arange(0, WARPS)[None, :, None, None] * TURNS + NUMBER
     inside = (at < K // TURN) | (K // TURN == TURNS * WARPS)
-    return tl.load(lines + (at * TURN + tl.arange(0, TURN)[None, None, None, :]), mask=inside & filled, other=0.0)
+    return tl.load(lines + (at * APART + tl.arange(0, TURN)[None, None, None, :]), mask=inside & filled, other=0.0)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Up to FOUR_ROWS rows times int4 weights in groups of 128, in fixed point: from memory directly into operands of `mma`.
+"""Up to STEP_ROWS rows times int4 weights in groups of 128, in fixed point: from memory directly into operands of `mma`.
 
 A program has some weight rows, and each of its warps a stretch of four blocks of them. All
 weights are loaded before the wait, 16 bytes of a row per lane. Bytes of weights and of inputs are operands as they stand: no
@@ -15,16 +15,11 @@ import triton
 import triton.language as tl
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
-from ostinato.export.kernels.operands import FOUR_ROWS
 
 from .rows_direct_store_triton import load_past, load_taps, multiply, offset_in_run, store_direct, stored_lines
-from .rows_tiles_triton import BLOCK, ROUNDING_BITS, unpack_bytes
+from .rows_tiles_triton import BLOCK, ROUNDING_BITS, joined, unpack_bytes
 from .scales_triton import of_pair
-from .step_fixed_point_triton import ROUNDING
 
-# Rows of a call: the columns of a product, for each of the two planes. With eight, inputs in registers would leave no room
-# for the programs of the kernel behind this one, which start early.
-COLUMNS = tl.constexpr(FOUR_ROWS)
 # Neighbouring blocks that a warp has; their scales are loaded as one number.
 STRETCH = tl.constexpr(4)
 
@@ -51,6 +46,7 @@ def direct_rows_early(
     CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,
     ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     WARPS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -59,7 +55,7 @@ def direct_rows_early(
     A program has ROWS weight rows; with SWIGLU, ROWS / 2 gate rows and the up rows N rows behind these.
 
     Args:
-        planes, factors: see `rows_prepare_triton`.
+        planes, factors: see `store_operands` in `rows_direct_integers_triton`.
         CHANNELS: outputs that are convolved with TAPS taps, the first ones; see `store_direct`. 0: none is.
     """
     OUTPUTS: tl.constexpr = ROWS // 2 if SWIGLU else ROWS
@@ -77,18 +73,18 @@ def direct_rows_early(
         taps = load_taps(conv_ptr, output, CHANNELS, TAPS)
         past = load_past(state_ptr, positions_ptr, slot, offset, output, row, rows, CHANNELS, TAPS)
     wait_for_previous(EARLY)
-    following = load_inputs(planes_ptr, factors_ptr, rows, 0, K, WARPS)
+    following = load_inputs(planes_ptr, factors_ptr, rows, 0, K, COLUMNS, WARPS)
     sums = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)
     for turn in tl.static_range(STRETCH):
         low_x, high_x, factor = following
         if turn + 1 < STRETCH:
-            following = load_inputs(planes_ptr, factors_ptr, rows, turn + 1, K, WARPS)
+            following = load_inputs(planes_ptr, factors_ptr, rows, turn + 1, K, COLUMNS, WARPS)
         low, high = unpack_bytes(tiles[turn])
         start = tl.full([WARPS, ROWS, 2 * COLUMNS], ROUNDING_BITS, tl.int32)
         integers = multiply(low, low_x, start)
         integers = multiply(high, high_x, integers)
         of_line = of_pair(scales >> (32 * (turn // 2)), turn % 2 == 1, SCALE)
-        sums += joined_planes(integers) * (of_line[:, :, None] * factor[:, None, :])
+        sums += joined(integers) * (of_line[:, :, None] * factor[:, None, :])
     store_direct(
         tl.sum(sums, 0), bias_ptr, residual_ptr, state_ptr, slots_ptr, out_ptr, taps, past, slot, offset, output, row, rows,
         N, BIAS, RESIDUAL, SWIGLU, CHANNELS, TAPS,
@@ -135,30 +131,22 @@ def load_weights(
 
 
 @triton.jit
-def load_inputs(planes_ptr, factors_ptr, rows, TURN: tl.constexpr, K: tl.constexpr, WARPS: tl.constexpr):
+def load_inputs(
+    planes_ptr, factors_ptr, rows, TURN: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, WARPS: tl.constexpr
+):
     """Load the inputs of block TURN of each warp's stretch: the bytes that low nibbles multiply and those that high ones do,
-    [2 COLUMNS, WARPS, 1, 64], the rows' upper bytes first, and the blocks' factors [WARPS, COLUMNS].
+    [8, WARPS, COLUMNS / 4, 64], a row's planes in neighbouring columns, and the blocks' factors [WARPS, COLUMNS].
 
     Zeros past the last row and for warps without a stretch.
     """
     STRETCHES: tl.constexpr = K // (STRETCH * BLOCK)
-    column = tl.arange(0, 2 * COLUMNS)[:, None, None, None]
-    row = column % COLUMNS
+    eight, of_eight = tl.arange(0, COLUMNS // 4)[None, None, :, None], tl.arange(0, 8)[:, None, None, None]
     warp = tl.arange(0, WARPS)[None, :, None, None]
-    inside = (row < rows) & (warp < STRETCHES)
-    at = planes_ptr + (row * 2 + column // COLUMNS) * K + warp * (STRETCH * BLOCK) + TURN * BLOCK
-    at += tl.arange(0, 64)[None, None, None, :]
+    inside = (eight * 8 + of_eight < 2 * rows) & ((warp < STRETCHES) | (STRETCHES == WARPS))
+    at = planes_ptr + (warp * STRETCH + TURN) * (2 * COLUMNS * BLOCK) + eight * (8 * BLOCK) + of_eight * (BLOCK // 2)
+    at += tl.arange(0, BLOCK // 2)[None, None, None, :]
+    low, high = tl.load(at, mask=inside, other=0), tl.load(at + 4 * BLOCK, mask=inside, other=0)
     of_row = tl.arange(0, COLUMNS)[None, :]
     of_warp = tl.arange(0, WARPS)[:, None]
     known = (of_row < rows) & (of_warp < STRETCHES)
-    factor = tl.load(factors_ptr + of_row * (K // BLOCK) + (of_warp * STRETCH + TURN), mask=known, other=0.0)
-    return tl.load(at, mask=inside, other=0), tl.load(at + 64, mask=inside, other=0), factor
-
-
-@triton.jit
-def joined_planes(sums):
-    """[WARPS, ROWS, 2 COLUMNS] int32, which started from ROUNDING_BITS -> upper * 256 + lower, [WARPS, ROWS, COLUMNS]."""
-    values = sums.to(tl.float32, bitcast=True) - ROUNDING
-    planes = tl.reshape(values, [sums.shape[0], sums.shape[1], 2, COLUMNS])
-    upper, lower = tl.split(tl.permute(planes, (0, 1, 3, 2)))
-    return upper * 256.0 + lower
+    return low, high, tl.load(factors_ptr + (of_warp * STRETCH + TURN) * COLUMNS + of_row, mask=known, other=0.0)

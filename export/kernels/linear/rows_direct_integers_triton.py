@@ -107,7 +107,7 @@ def direct_integers_rows_early(
         taps = load_taps(conv_ptr, output, CHANNELS, TAPS)
         past = load_past(state_ptr, positions_ptr, slot, offset, output, row, rows, CHANNELS, TAPS)
     wait_for_previous(EARLY)
-    sums = tl.zeros([WARPS, ROWS, 2 * COLUMNS], tl.float32)
+    sums = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)
     if TURNS <= AHEAD:
         following = load_inputs(planes_ptr, factors_ptr, rows, 0, K, COLUMNS, WARPS, BLOCKS)
         for turn in tl.static_range(TURNS):
@@ -132,7 +132,7 @@ def direct_integers_rows_early(
             sums = add_turn(sums, first_tile, inputs[0], GROUP, BITS, MINIMUM, SCALE, COLUMNS)  # type: ignore[misc]
             tiles, inputs = tiles[1:], inputs[1:]
     # Bytes of eight-bit weights are not 16 times a weight, as the factors are for.
-    total = joined_planes(tl.sum(sums, 0), COLUMNS) * (1.0 if BITS == 4 else 16.0)
+    total = tl.sum(sums, 0) * (1.0 if BITS == 4 else 16.0)
     store_direct(
         total, bias_ptr, residual_ptr, state_ptr, slots_ptr, out_ptr, taps, past, slot, offset, output, row, rows,
         N, BIAS, RESIDUAL, SWIGLU, CHANNELS, TAPS,
@@ -252,15 +252,15 @@ def load_inputs(
     WARPS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Load the inputs of a turn: for each block of a warp two tiles of words [4, 8, WARPS, COLUMNS / 4, 4], upper bytes in
-    the first COLUMNS columns; and the blocks' factors [WARPS, 2 COLUMNS]: zeros behind the last block and the last row."""
+    """Load the inputs of a turn: for each block of a warp two tiles of words [4, 8, WARPS, COLUMNS / 4, 4], a row's planes in
+    neighbouring columns; and the blocks' factors [WARPS, COLUMNS]: zeros behind the last block and the last row."""
     own = own_of_turn(tl.arange(0, WARPS), number, K, WARPS, BLOCKS)
     known = own < K // (BLOCKS * BLOCK)
     own = tl.minimum(own, K // (BLOCKS * BLOCK) - 1)
     column = tl.arange(0, COLUMNS // 4)[None, None, None, :, None] * 8 + tl.arange(0, 8)[None, :, None, None, None]
     lane = tl.arange(0, 4)[:, None, None, None, None]
     inside = number * WARPS < K // (BLOCKS * BLOCK)
-    row = tl.arange(0, 2 * COLUMNS)[None, :] % COLUMNS
+    row = tl.arange(0, COLUMNS)[None, :]
     tiles = ()
     factors = ()
     for block in tl.static_range(BLOCKS):
@@ -277,24 +277,27 @@ def load_inputs(
 
 
 @triton.jit
-def store_operands(planes_ptr, factors_ptr, x, row, block, K: tl.constexpr, COLUMNS: tl.constexpr):
+def store_operands(planes_ptr, factors_ptr, x, row, block, K: tl.constexpr, COLUMNS: tl.constexpr, SPANS: tl.constexpr):
     """Store blocks [BLOCKS, 128] of a row in fixed point as `load_inputs` reads them: planes [K / 128, 2 COLUMNS * 128] and
-    factors [K / 128, COLUMNS]."""
+    factors [K / 128, COLUMNS].
+
+    A warp loads at once the 512 bytes that eight columns have for 64 elements of a block. With SPANS a lane's 16 bytes are 8
+    of each of two spans, else neighbours.
+    """
     upper, lower, scale = signed_bytes(x)
-    store_column(planes_ptr, upper, block, row, K, COLUMNS)
-    store_column(planes_ptr, lower, block, COLUMNS + row, K, COLUMNS)
+    store_column(planes_ptr, upper, block, 2 * row, K, COLUMNS, SPANS)
+    store_column(planes_ptr, lower, block, 2 * row + 1, K, COLUMNS, SPANS)
     tl.store(factors_ptr + block * COLUMNS + row, scale / 16, mask=block < K // BLOCK)
 
 
 @triton.jit
-def store_column(planes_ptr, values, block, column, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """Store one plane of a row, [BLOCKS, 128] int8.
-
-    A warp loads the 512 bytes of two spans of eight columns at once, in their order: each lane has 8 bytes of both spans.
-    """
+def store_column(planes_ptr, values, block, column, K: tl.constexpr, COLUMNS: tl.constexpr, SPANS: tl.constexpr):
+    """Store one plane of a row, [BLOCKS, 128] int8."""
     within = tl.arange(0, BLOCK)[None, :]
-    eight = within // 8
-    place = eight // 8 * 512 + eight % 4 * 16 + eight // 4 % 2 * 8 + within % 8
+    byte = within % 64
+    if SPANS:
+        byte = within // 8 % 4 * 16 + within // 32 % 2 * 8 + within % 8
+    place = within // 64 * 512 + byte
     at = planes_ptr + block[:, None] * (2 * COLUMNS * BLOCK) + (column // 8 * 1024 + column % 8 * 64)
     tl.store(at + place, values, mask=(block < K // BLOCK)[:, None])
 
@@ -313,7 +316,7 @@ def add_turn(
     SCALE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """sums [WARPS, ROWS, 2 COLUMNS] + the products of a turn's weights with bytes of the inputs, times scales and factors."""
+    """sums [WARPS, ROWS, COLUMNS] + the products of a turn's weights with bytes of the inputs, times scales and factors."""
     tiles, scales, minima = tile
     columns, factors = inputs
     PIECES: tl.constexpr = BITS // 2
@@ -323,7 +326,8 @@ def add_turn(
             weights = weights + spans_of(tiles[block * PIECES + piece], BITS)
         halves = columns[2 * block], columns[2 * block + 1]
         products = block_products(weights, halves, scales[block], minima[block], GROUP, MINIMUM, SCALE, COLUMNS)
-        sums += products * factors[block][:, None, :]
+        upper, lower = tl.split(tl.reshape(products, [products.shape[0], products.shape[1], COLUMNS, 2]))
+        sums += (upper * 256.0 + lower) * factors[block][:, None, :]
     return sums
 
 
@@ -378,10 +382,3 @@ def operand(words):
     odd = tl.join((words >> 8).to(tl.int8), (words >> 24).to(tl.int8))
     # Dimensions: lane, line of eight, warp, eight, word, and the byte of a word in two.
     return tl.reshape(tl.permute(tl.join(even, odd), (2, 3, 1, 0, 4, 5, 6)), [words.shape[2], words.shape[3] * 8, SPAN])
-
-
-@triton.jit
-def joined_planes(sums, COLUMNS: tl.constexpr):
-    """[ROWS, 2 COLUMNS] -> upper * 256 + lower, [ROWS, COLUMNS]."""
-    upper, lower = tl.split(tl.permute(tl.reshape(sums, [sums.shape[0], 2, COLUMNS]), (0, 2, 1)))
-    return upper * 256.0 + lower

@@ -6,7 +6,7 @@ has the product, and behind it SwiGLU, a residual or the convolution. Rows that 
 and so do mostly those whose heads are divided: that is a factor of the sums of blocks.
 
     weights                     rows at most   kernel
-    int4 in groups of 128       FOUR_ROWS      rows_direct_int4_triton, in fixed point
+    int4 in groups of 128       STEP_ROWS      rows_direct_int4_triton, in fixed point
     small ones, without a norm  FEW_ROWS       rows_direct_unpacked_triton, of rows as they are
     other integers              STEP_ROWS      rows_direct_integers_triton, in fixed point
     bfloat16                    FEW_ROWS       rows_direct_floats_triton
@@ -30,7 +30,7 @@ from .rows_direct_floats_triton import TURN, direct_floats_rows_early
 from .rows_direct_int4_triton import STRETCH, direct_rows_early
 from .rows_direct_integers_triton import direct_integers_rows_early, store_operands
 from .rows_direct_unpacked_triton import direct_unpacked_rows_early
-from .rows_prepare_triton import prepared_blocks, store_planes
+from .rows_prepare_triton import prepared_blocks
 from .rows_tiles_triton import BLOCK, nibble_order
 from .step_kernels_triton import store_gates
 from .step_triton import bits_of
@@ -62,9 +62,7 @@ def takes_direct(x: Tensor, weight: Weight) -> bool:
         return False
     if form is None:
         return weight.values.dtype == torch.bfloat16 and at_most(x.shape[0], FEW_ROWS)
-    if in_fixed_point(weight):
-        return has_stretches(k) and at_most(x.shape[0], FOUR_ROWS)
-    return at_most(x.shape[0], STEP_ROWS)
+    return at_most(x.shape[0], STEP_ROWS) and (has_stretches(k) or not in_fixed_point(weight))
 
 
 def takes_unprepared(x: Tensor, weight: Weight, heads: int) -> bool:
@@ -263,11 +261,10 @@ class DirectProduct:
         rows, k = x.shape[0], x.shape[1]
         blocks, columns = k // BLOCK.value, self._columns(rows)
         if self.floats:
-            prepared: tuple[Tensor, ...] = (torch.empty_like(x),)
+            prepared: tuple[Tensor, ...] = (x.new_empty((k // TURN.value, columns, TURN.value)),)
         else:
-            planes = (rows, 2, k) if self._stretches else (blocks, 2 * columns, BLOCK.value)
-            factors = (rows, blocks) if self._stretches else (blocks, columns)
-            prepared = x.new_empty(planes, dtype=torch.int8), x.new_empty(factors, dtype=torch.float32)
+            planes = x.new_empty((blocks, 2 * columns, BLOCK.value), dtype=torch.int8)
+            prepared = planes, x.new_empty((blocks, columns), dtype=torch.float32)
         gates = 0 if self.gates is None else self.gates.shape[0]
         at_once = prepared_at_once(blocks, norm is not None)
         # `store_gates` has up to eight warps.
@@ -325,6 +322,7 @@ class DirectProduct:
                 out,
                 rows,
                 EPS=eps,
+                PREPARED=prepared[0].dim() == 3,
                 HEADS=heads,
                 PARTS=0 if squares is None else squares.shape[1],
                 ROWS=TILE,
@@ -343,6 +341,7 @@ class DirectProduct:
                 out,
                 rows,
                 ROWS=tile,
+                COLUMNS=columns,
                 WARPS=warps,
                 num_warps=warps,
                 **constants,
@@ -400,8 +399,8 @@ def prepare_direct_rows_early(
     WARPS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Norm or divide BLOCKS blocks of a row. With FLOATS a row stays in x's dtype, else it is converted to fixed point: with
-    STRETCHES as `prepare_rows_early` does, else as operands (`store_operands`).
+    """Norm or divide BLOCKS blocks of a row. With FLOATS a row stays in x's dtype, and normed is [K / TURN, COLUMNS, TURN].
+    Else it is converted to fixed point (`store_operands`); with STRETCHES, elements have the order of nibbles.
 
     Behind these programs are others, each of which multiplies one normed row with GATE_ROWS rows of gates [GATES, K].
     """
@@ -423,9 +422,8 @@ def prepare_direct_rows_early(
     x = prepared_blocks(x_ptr, norm_ptr, squares_ptr, row, block, order, EPS, K, NORM, HEADS, PARTS, EARLY)
     inside = (block < K // BLOCK)[:, None]
     if FLOATS:
-        at = normed_ptr + row * K + block[:, None] * BLOCK + within[None, :]
+        turn = block[:, None] * (BLOCK // TURN) + within[None, :] // TURN
+        at = normed_ptr + (turn * COLUMNS + row) * TURN + within[None, :] % TURN
         tl.store(at, x.to(normed_ptr.dtype.element_ty), mask=inside)
-    elif STRETCHES:
-        store_planes(planes_ptr, factors_ptr, x, row, block, K)
     else:
-        store_operands(planes_ptr, factors_ptr, x, row, block, K, COLUMNS)
+        store_operands(planes_ptr, factors_ptr, x, row, block, K, COLUMNS, not STRETCHES)

@@ -58,12 +58,12 @@ def direct_unpacked_rows_early(
     output = first + tl.arange(0, ROWS)
     tiles, scales = load_weights(weight_ptr, scale_ptr, first, N, K, False, ROWS, WARPS)
     wait_for_previous(EARLY)
-    factors = ()
-    if HEADS > 0:
-        factors = load_factors(squares_ptr, rows, EPS, K, HEADS, PARTS, COLUMNS, WARPS, STRETCH)
     inputs = ()
     for turn in tl.static_range(STRETCH):
         inputs = inputs + load_inputs(x_ptr, rows, turn, K, COLUMNS, WARPS)
+    factors = ()
+    if HEADS > 0:
+        factors = load_factors(squares_ptr, rows, EPS, K, HEADS, PARTS, COLUMNS, WARPS, STRETCH)
     hold_loads()
     sums = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)
     for turn in tl.static_range(STRETCH):

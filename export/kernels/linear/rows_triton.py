@@ -2,8 +2,8 @@
 
 Bfloat16 rows and int4 weights in groups of 128, with K a multiple of 256, are multiplied in *fixed point*, by two kernels.
 One writes the rows in the form that the product reads, normed if there is a norm. The other computes the product and the
-operations behind it. One row goes to `step_triton`, and two mostly do. Up to FOUR_ROWS rows have a product of another kind
-(`rows_direct_triton`), and so have up to STEP_ROWS rows with all other integers if K is a multiple of 128.
+operations behind it. One row goes to `step_triton`, and two mostly do. Up to STEP_ROWS rows have a product of another kind
+(`rows_direct_triton`), also with all other integers if K is a multiple of 128.
 
 On an H200, 2026-11-23, in microseconds for 2, 8, 16, 32 and 64 rows: 12,288 x 2,048 takes 7.9, 8.0, 8.4, 12.9 and 15.5; with
 products in bfloat16 11.3, 11.6, 12.3, 15.9 and 16.4; dequantised for torch's product 30. 248,320 x 2,048 takes 76, 78, 79,

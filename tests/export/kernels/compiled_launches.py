@@ -297,6 +297,11 @@ def linear_integers(capability: int, dtype: torch.dtype) -> list[Launch]:
     return found + launches
 
 
+def linear_int4(capability: int, dtype: torch.dtype) -> list[Launch]:
+    """Launch products of up to 4 and up to 8 rows with int4 in groups of 128."""
+    return [one for rows in (3, 8) for one in linear_direct(capability, dtype, rows, 128)]
+
+
 def linear_direct(capability: int, dtype: torch.dtype, rows: int, group: int | Format | None) -> list[Launch]:
     """Launch the flagship's linear layers, and a SwiGLU, for few rows; every weight has a bias."""
     with recorded(capability) as launches:

@@ -239,7 +239,7 @@ INTEGERS_SHAPES = [
     Shape(20, 4224, Int8(128), 33, 2, channels=4),
 ]
 # Those whose heads are a part of a block, or that have many outputs, are prepared in `linear_add` too.
-FOUR_ROWS_SHAPES = [
+INT4_SHAPES = [
     Shape(72, 512, 128, 8, 3, channels=40, gates=20),
     Shape(72, 1536, Int4(128, F16), 24, 1, channels=72, taps=2),
     Shape(74, 2048, 128, 16, 2, channels=30, gates=5),
