@@ -246,7 +246,7 @@ def linear_step(capability: int, dtype: torch.dtype) -> list[Launch]:
 # Shapes for several rows, all in int4: (N, K, group size, rows), then the rows of gates or the heads. No number of rows is a
 # multiple of 16: an export does not know that of its rows either.
 ROWS_LINEAR = {BF16: ((VOCAB, 2048, 128, 65), (1024, 1024, 64, 65)), F32: ((97, 192, 32, 3),)}
-ROWS_SWIGLU = {BF16: ((7168, 1024, 128, 8), (34816, 5120, 128, 33)), F32: ((256, 192, 64, 33),)}
+ROWS_SWIGLU = {BF16: ((7168, 1024, 128, 15), (34816, 5120, 128, 33)), F32: ((256, 192, 64, 33),)}
 ROWS_GATES = {BF16: ((12288, 2048, 128, 15, 64), (8192, 1024, 128, 33, 32)), F32: ()}
 ROWS_ADD = {
     BF16: (
