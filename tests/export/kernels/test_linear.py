@@ -53,9 +53,11 @@ from .runs import (
 from .weights import BF16, F32, F64
 
 # The forms of `rows` whose weights go directly into operands, and formats that they take.
-INT4, UNPREPARED, INTEGERS, FLOATS = "rows of int4", "rows as they are", "rows of integers", "rows of floats"
+FOUR_ROWS, EIGHT_ROWS, UNPREPARED = "four rows", "eight rows", "rows as they are"
+INTEGERS, FLOATS = "rows of integers", "rows of floats"
 DIRECT: dict[str, list[tuple[int | Format | None, torch.dtype]]] = {
-    INT4: [(128, BF16)],
+    FOUR_ROWS: [(128, BF16)],
+    EIGHT_ROWS: [(128, BF16)],
     UNPREPARED: [(128, BF16)],
     INTEGERS: [
         (64, BF16),
@@ -170,15 +172,12 @@ FORMS = {
     "reference of a prompt": Form(reference, PROMPT_SHAPES[:8], (1, 5), prompt_error, ("linear",), device="cpu"),
     "step": Form(step_triton, STEP_SHAPES, (1, 2), step_error, mixtures=beginnings(1, 2) | TWO_ROWS_MIXTURES),
     "rows": Form(rows_triton, ROWS_SHAPES, (3, 9, 15, 16, 17, 33), rows_error, mixtures=MIXTURES, thin=False),
-    # Those with int4 in groups of 128, for up to 4 rows and up to 8.
-    INT4: Form(
-        rows_triton,
-        INT4_SHAPES,
-        (2, 3, 4, 5, 8),
-        direct_error,
-        mixtures=FOUR_ROWS_MIXTURES | EIGHT_MIXTURES,
-        dtypes=(BF16,),
-        thin=False,
+    # Those with int4 in groups of 128.
+    FOUR_ROWS: Form(
+        rows_triton, INT4_SHAPES, (2, 3, 4), direct_error, mixtures=FOUR_ROWS_MIXTURES, dtypes=(BF16,), thin=False
+    ),
+    EIGHT_ROWS: Form(
+        rows_triton, INT4_SHAPES, (5, 8), direct_error, mixtures=EIGHT_MIXTURES, dtypes=(BF16,), thin=False
     ),
     UNPREPARED: Form(
         rows_triton, UNPREPARED_SHAPES, (3, 8, 9, 16), direct_error, ("linear_add",), dtypes=(BF16,), thin=False
@@ -261,6 +260,8 @@ def several(name: str, rows: int) -> list[Run]:
         return [Run(SLOT, 7)]
     if name == "step":
         rows = 2
+    elif name == FOUR_ROWS:
+        rows = min(rows, 4)
     elif name == "rows":
         # More than the direct forms of integers take.
         rows = max(rows, 9)
