@@ -24,7 +24,7 @@ from ostinato.export.kernels.early_start_triton import start_next, wait_for_prev
 from .rows_direct_store_triton import load_past, load_taps, offset_in_run, store_direct, stored_lines
 from .rows_grouped_triton import load_block_scales, of_group
 from .rows_prepare_triton import signed_bytes
-from .rows_tiles_triton import BLOCK, ROUNDING_BITS
+from .rows_tiles_triton import BLOCK, ROUNDING_BITS, joined_planes
 from .step_fixed_point_triton import ROUNDING
 
 SPAN = tl.constexpr(32)
@@ -326,8 +326,7 @@ def add_turn(
             weights = weights + spans_of(tiles[block * PIECES + piece], BITS)
         halves = columns[2 * block], columns[2 * block + 1]
         products = block_products(weights, halves, scales[block], minima[block], GROUP, MINIMUM, SCALE, COLUMNS)
-        upper, lower = tl.split(tl.reshape(products, [products.shape[0], products.shape[1], COLUMNS, 2]))
-        sums += (upper * 256.0 + lower) * factors[block][:, None, :]
+        sums += joined_planes(products) * factors[block][:, None, :]
     return sums
 
 

@@ -144,11 +144,16 @@ def joined(sums):
 
     sums: sums of upper and of lower bytes, in neighbouring columns. They started from ROUNDING_BITS, not from 0.
     """
-    floats = sums.to(tl.float32, bitcast=True) - ROUNDING
+    return joined_planes(sums.to(tl.float32, bitcast=True) - ROUNDING)
+
+
+@triton.jit
+def joined_planes(sums):
+    """sums [.., 2 N] float32, of upper and of lower bytes in neighbouring columns -> upper * 256 + lower, [.., N]."""
     if len(sums.shape) == 3:
-        upper, lower = tl.split(tl.reshape(floats, [sums.shape[0], sums.shape[1], sums.shape[2] // 2, 2]))
+        upper, lower = tl.split(tl.reshape(sums, [sums.shape[0], sums.shape[1], sums.shape[2] // 2, 2]))
     else:
-        upper, lower = tl.split(tl.reshape(floats, [sums.shape[0], sums.shape[1] // 2, 2]))
+        upper, lower = tl.split(tl.reshape(sums, [sums.shape[0], sums.shape[1] // 2, 2]))
     return upper * 256.0 + lower
 
 
