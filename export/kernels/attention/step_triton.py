@@ -39,19 +39,22 @@ from .limits import check_step
 # The most programs of one row that stands beside others, for all key heads together: two rows have as many as one by itself,
 # and eight 512. Behind a short context most of them have nothing to do, but wait for room.
 SEVERAL_PROGRAMS = PROGRAMS // 2
-# The positions of one split are a multiple of STEP, so that a few thousand tokens spread evenly, and at least MIN_SPLIT, so
-# that a short context has few sums to combine.
+# The positions of one split are a multiple of STEP, so that a few thousand tokens spread evenly.
 STEP = 16
-MIN_SPLIT = 64
 
 
 @dataclass(frozen=True)
 class SplitConfig:
-    """Positions that a program holds at a time, and how the compiler spreads work over warps and overlaps loads with it."""
+    """Positions that a program holds at a time, and how the compiler spreads work over warps and overlaps loads with it.
+
+    Attributes:
+        least: the fewest positions of a split, so that a short context has few sums to combine.
+    """
 
     keys: int
     warps: int
     stages: int
+    least: int = 64
 
 
 @dataclass(frozen=True)
@@ -70,15 +73,17 @@ SPLIT = {
 }
 # With several rows programs are more than there is room for, so two fit on a multiprocessor. In a layer of the flagship 2, 4
 # and 8 rows behind 200 tokens then take 34.7, 48.1 and 69.7 us, behind 3,900 41.9, 60.5 and 93.3; with the tiles of one row
-# 32.9, 45.1 and 66.8, and 41.6, 66.5 and 100.2 (one H100, 2026-11-27).
-SEVERAL_SPLIT = SPLIT | {torch.bfloat16: SplitConfig(keys=32, warps=4, stages=2)}
+# 32.9, 45.1 and 66.8, and 41.6, 66.5 and 100.2 (one H100, 2026-11-27). With splits of 32 positions at least a short context
+# has one tile for each program: behind 200 tokens they take 27.7, 34.6 and 48.9 us, with 64 29.5, 36.8 and 49.9, and behind
+# 3,900 2 and 8 rows take 35.0 and 69.9 with both (one H200, 2026-11-29).
+SEVERAL_SPLIT = SPLIT | {torch.bfloat16: SplitConfig(keys=32, warps=4, stages=2, least=32)}
 COMBINE = CombineConfig(width=32, warps=1)
 
 
-def splits_for(kv_heads: int, positions: int, programs: int) -> int:
+def splits_for(kv_heads: int, positions: int, programs: int, least: int) -> int:
     """Number of programs that share the positions of a row and a key head: `programs` for all key heads together, fewer if a
-    program would have fewer than MIN_SPLIT positions."""
-    return max(1, min(programs // kv_heads, triton.cdiv(positions, MIN_SPLIT)))
+    program would have fewer than `least` positions."""
+    return max(1, min(programs // kv_heads, triton.cdiv(positions, least)))
 
 
 def attend_step(qkv: Tensor, heads: Heads, index: RowIndex, cache: KVCache) -> Tensor:
@@ -119,7 +124,7 @@ def _attend_step(
     # The most own positions of a row.
     own, programs = (1, PROGRAMS) if is_one(rows) else (STEP_ROWS, SEVERAL_PROGRAMS)
     split = (SPLIT if own == 1 else SEVERAL_SPLIT)[keys.dtype]
-    splits = splits_for(kv_heads, min(capacity, window) if window else capacity, programs)
+    splits = splits_for(kv_heads, min(capacity, window) if window else capacity, programs, split.least)
     sums = torch.empty((rows, splits, heads, head_dim), dtype=torch.float32, device=qkv.device)
     # For each sum: the peak of its scores, and the sum of its weights. Between them: the scores of the own positions.
     scales = torch.empty((rows, 2 * splits + own, heads), dtype=torch.float32, device=qkv.device)
@@ -151,7 +156,7 @@ def _attend_step(
         SCALE=score_scale(head_dim),
         SPLITS=splits,
         STEP=STEP,
-        MIN_SPLIT=MIN_SPLIT,
+        MIN_SPLIT=split.least,
         WINDOW=window,
         ROWS=max(8, triton.next_power_of_2(group)),
         KEYS=split.keys,
@@ -175,7 +180,7 @@ def _attend_step(
         SPLITS=splits,
         PLACES=triton.next_power_of_2(splits),
         STEP=STEP,
-        MIN_SPLIT=MIN_SPLIT,
+        MIN_SPLIT=split.least,
         WINDOW=window,
         WIDTH=width,
         OWN=own,

@@ -39,8 +39,9 @@ def test_full_cache(tokens: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("splits", "least"), [(1, 64), (2, 16), (3, 32), (16, 16)])
 def test_splits_of_a_step(splits: int, least: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Splits with several tiles, with one, with part of one, with nothing."""
-    monkeypatch.setattr(step_triton, "splits_for", lambda kv_heads, positions, programs: splits)
-    monkeypatch.setattr(step_triton, "MIN_SPLIT", least)
+    monkeypatch.setattr(step_triton, "splits_for", lambda *sizes: splits)
+    configs = {kept: replace(config, least=least) for kept, config in step_triton.SPLIT.items()}
+    monkeypatch.setattr(step_triton, "SPLIT", configs)
     for position, window in ((0, None), (1, None), (16, 1), (17, None), (63, 2), (129, None), (300, None), (300, 90)):
         case = make(MAIN, [Run(SLOT, position)], dtype, page_size=32, capacity=301, window=window)
         check(case, step_triton.attend_step)
@@ -50,8 +51,9 @@ def test_splits_of_a_step(splits: int, least: int, dtype: torch.dtype, monkeypat
 @pytest.mark.parametrize(("splits", "least"), [(1, 64), (2, 16), (3, 32), (16, 16)])
 def test_splits_of_several_rows(splits: int, least: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same for rows beside each other, which have other numbers of splits. A run's splits end where it begins."""
-    monkeypatch.setattr(step_triton, "splits_for", lambda kv_heads, positions, programs: splits)
-    monkeypatch.setattr(step_triton, "MIN_SPLIT", least)
+    monkeypatch.setattr(step_triton, "splits_for", lambda *sizes: splits)
+    configs = {kept: replace(config, least=least) for kept, config in step_triton.SEVERAL_SPLIT.items()}
+    monkeypatch.setattr(step_triton, "SEVERAL_SPLIT", configs)
     for position, window in ((0, None), (16, 1), (17, 2), (63, None), (129, 4), (296, None), (296, 90)):
         runs = [Run(0, position // 2), Run(-1, 5), Run(SLOT, position, 5), Run(4, 290)]
         case = make(MAIN, runs, dtype, page_size=32, capacity=301, window=window)
@@ -59,11 +61,20 @@ def test_splits_of_several_rows(splits: int, least: int, dtype: torch.dtype, mon
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "positions", "splits"),
-    [(2, 4096, 64), (2, 262144, 64), (8, 4096, 16), (3, 4096, 42), (2, 5, 1), (200, 64, 1)],
+    ("kv_heads", "positions", "least", "splits"),
+    [
+        (2, 4096, 64, 64),
+        (2, 262144, 64, 64),
+        (8, 4096, 64, 16),
+        (3, 4096, 64, 42),
+        (2, 5, 64, 1),
+        (200, 64, 64, 1),
+        (2, 200, 64, 4),
+        (2, 200, 32, 7),
+    ],
 )
-def test_number_of_splits_of_a_step(kv_heads: int, positions: int, splits: int) -> None:
-    assert step_triton.splits_for(kv_heads, positions, 128) == splits
+def test_number_of_splits_of_a_step(kv_heads: int, positions: int, least: int, splits: int) -> None:
+    assert step_triton.splits_for(kv_heads, positions, 128, least) == splits
 
 
 @each_dtype
