@@ -74,31 +74,45 @@ def load_pending(
     V: tl.constexpr,
     P: tl.constexpr,
 ) -> tl.tuple:
-    """Return the first `count` updates for `pending_products`: keys [TILE, K], values [TILE, BLOCK], `decays_of`."""
+    """Return the first `count` updates for `pending_products`: keys [TILE, K], values [TILE, BLOCK], log decays [TILE]."""
     update = tl.arange(0, TILE)[:, None]
     k = tl.load(keys + update * K + tl.arange(0, K)[None, :], mask=update < count, other=0.0)
     u = tl.load(updates + update * V + values[None, :], mask=update < count, other=0.0)
-    decay, later = decays_of(updates, count, V, P, TILE)
-    return k, u, decay, later
+    return k, u, load_decays(updates, count, V, P, TILE)
 
 
 @triton.jit
-def pending_products(held: tl.tuple, k: tl.tensor, q: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return what pending updates add to the products of a state with k and with q, and the decay of the stored matrix."""
-    keys, u, decay, later = held
-    keys = keys.to(tl.float32)
+def pending_products(
+    held: tl.tuple, count: tl.tensor, k: tl.tensor, q: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return what pending updates add to the products of a state with k and with q, and the decay of the stored matrix.
+
+    held: at least the first `count` updates, which are those that count.
+    """
+    keys, u, g = held
+    counts = tl.arange(0, TILE) < count
+    # What does not count may be NaN.
+    keys = tl.where(counts[:, None], keys.to(tl.float32), 0.0)
+    u = tl.where(counts[:, None], u, 0.0)
+    decay, later = decays_of(tl.where(counts, g, 0.0))
     of_k, of_q = tl.reduce((keys * k[None, :], keys * q[None, :]), 1, add_pairs)
     of_k, of_q = tl.reduce((u * (of_k * later)[:, None], u * (of_q * later)[:, None]), 0, add_pairs)
     return of_k, of_q, decay
 
 
 @triton.jit
-def decays_of(
+def load_decays(
     updates: tl.tensor, count: tl.tensor, V: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return the decay of the stored matrix by the first `count` updates, and that of each of these by later ones, [SIZE]."""
+) -> tl.tensor:
+    """Return the log decays of the first `count` updates, [SIZE], zeros behind them."""
     update = tl.arange(0, SIZE)
-    g = tl.load(updates + P * V + update, mask=update < count, other=0.0)
+    return tl.load(updates + P * V + update, mask=update < count, other=0.0)
+
+
+@triton.jit
+def decays_of(g: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Return the decay of the stored matrix by updates with log decays g, and that of each of these by later ones, [SIZE]."""
+    update = tl.arange(0, g.shape[0])
     later = tl.sum(tl.where(update[None, :] > update[:, None], g[None, :], 0.0), 1)
     return tl.exp(tl.sum(g, 0)), tl.exp(later)
 
@@ -125,7 +139,7 @@ def add_pending(
             k += (tl.load(keys + update * K + tl.arange(0, K), mask=here, other=0.0),)  # type: ignore[assignment]
             u += (tl.load(updates + update * V + values, mask=here, other=0.0),)  # type: ignore[assignment]
             g += (tl.load(updates + P * V + update, mask=here, other=0.0),)  # type: ignore[assignment]
-        decay, _ = decays_of(updates, count, V, P, TILE)
+        decay, _ = decays_of(load_decays(updates, count, V, P, TILE))
         s *= decay
         left = tl.full((), 0.0, tl.float32)
         for back in tl.static_range(P):
@@ -147,7 +161,7 @@ def add_pending_in_turn(
 ) -> tl.tensor:
     """`add_pending` with fewer registers, for a kernel that rarely finds pending updates: each is loaded when it is added."""
     if count > 0:
-        decay, _ = decays_of(updates, count, V, P, TILE)
+        decay, _ = decays_of(load_decays(updates, count, V, P, TILE))
         s *= decay
         left = tl.full((), 0.0, tl.float32)
         for back in tl.range(0, count, num_stages=1):
@@ -171,7 +185,7 @@ def add_pending_columns(
     P: tl.constexpr,
 ) -> tl.tensor:
     """`add_pending` for a transposed block, [BLOCK, K], by tensor cores: an update keeps the bits that `math_triton` says."""
-    decay, later = decays_of(updates, count, V, P, WIDE_TILE)
+    decay, later = decays_of(load_decays(updates, count, V, P, WIDE_TILE))
     update = tl.arange(0, WIDE_TILE)
     k = tl.load(keys + update[:, None] * K + tl.arange(0, K)[None, :], mask=(update < count)[:, None], other=0.0)
     u = tl.load(updates + update[None, :] * V + values[:, None], mask=(update < count)[None, :], other=0.0)

@@ -248,6 +248,7 @@ def delta_rows_early(
         # No slot is -2.
         starts = tl.load(slots + tl.maximum(row - 1, 0), mask=row > 0, other=-2) != slot
         ends = tl.load(slots + tl.minimum(row + 1, rows - 1), mask=row + 1 < rows, other=-2) != slot
+        position = tl.load(positions + row)
         filled = slot >= 0
         rate = tl.load(a_log + head)
         bias = tl.load(dt_bias + head)
@@ -257,17 +258,21 @@ def delta_rows_early(
         # The first row is always taken, even if it is padding: one program must wait (rule R1).
         if starts & (ends | (filled == 0)):
             # A session's first row writes the state: what is stored there is another session's.
-            old = filled & (tl.load(positions + row) != 0)
-            count = tl.load(count_cell(updates, begin, V, P), mask=old, other=0.0).to(tl.int32)
+            old = filled & (position != 0)
+            # All that the slot has is on its way before the first of it is looked at. Many rows hide each other's latency,
+            # and do not load updates that do not count.
+            stored = tl.load(count_cell(updates, begin, V, P))
+            count = tl.where(old, stored, 0.0).to(tl.int32)
             cells = of_head + tl.arange(0, K)[:, None] * V + values[None, :]
-            s = tl.load(cells, mask=old, other=0.0)
+            s = tl.load(cells, mask=filled, other=0.0)
+            held = load_pending(keys, updates, P if LONG == 0 else count, values, K, V, P)
             norm = tl.load(norm_weight + values)
+            wait_for_previous(EARLY)
+            inputs = load_row(mixed, gates, row, head, values, HEADS, KEY_HEADS, K, V)
+            s = tl.where(old, s, 0.0)
             if old & (count < P):
-                held = load_pending(keys, updates, count, values, K, V, P)
-                wait_for_previous(EARLY)
-                inputs = load_row(mixed, gates, row, head, values, HEADS, KEY_HEADS, K, V)
                 _, k, u, g = take_row(
-                    s, inputs, out, squares, row, head, begin, rate, bias, norm, HEADS, K, V, SPAN, held
+                    s, inputs, out, squares, row, head, begin, rate, bias, norm, HEADS, K, V, SPAN, held, count
                 )
                 # Programs of other values and other heads read the same keys and decays, but none past the count.
                 one = tl.program_id(0) == 0
@@ -275,14 +280,11 @@ def delta_rows_early(
                 tl.store(updates + P * V + count, g, mask=one)
                 tl.store(keys + count * K + tl.arange(0, K), k, mask=one & (head % (HEADS // KEY_HEADS) == 0))
                 store_count(updates, begin, count + 1, filled, BLOCK, V, P)
-            else:
+            elif filled:
                 s = add_pending(s, keys, updates, count, values, K, V, P)
-                wait_for_previous(EARLY)
-                if filled:
-                    inputs = load_row(mixed, gates, row, head, values, HEADS, KEY_HEADS, K, V)
-                    s = take_row(s, inputs, out, squares, row, head, begin, rate, bias, norm, HEADS, K, V, SPAN)[0]
-                    tl.store(cells, s)
-                    store_count(updates, begin, 0, filled, BLOCK, V, P)
+                s = take_row(s, inputs, out, squares, row, head, begin, rate, bias, norm, HEADS, K, V, SPAN)[0]
+                tl.store(cells, s)
+                store_count(updates, begin, 0, filled, BLOCK, V, P)
         elif filled:
             every = tl.arange(0, ROWS)
             # A slot has one run.
@@ -389,11 +391,12 @@ def take_row(
     V: tl.constexpr,
     SPAN: tl.constexpr,
     held: tl.tuple | None = None,
+    count: tl.tensor | None = None,
 ) -> tl.tuple:
     """Store the outputs of a row, for the values that `s` has, from `begin` on.
 
     Args:
-        s: the state [K, values], but for the pending updates `held`, if there may be some (`load_pending`).
+        s: the state [K, values], but for the first `count` pending updates of `held` (`load_pending`), if there may be some.
         inputs: the row's, as `load_row` returns them.
 
     Returns:
@@ -410,7 +413,7 @@ def take_row(
     q_square, k_square, both = tl.reduce((q * q, k * k, q * k), 0, add_triples)
     if held is not None:
         # Ahead of the sums over the state, which may still be on its way.
-        more_keys, more_queries, so_far = pending_products(held, k, q)
+        more_keys, more_queries, so_far = pending_products(held, count, k, q)
     of_keys, of_queries = tl.reduce((s * k[:, None], s * q[:, None]), 0, add_pairs)
     if held is not None:
         of_keys = of_keys * so_far + more_keys
