@@ -24,6 +24,12 @@ WARPS = tl.constexpr(4)
 # are the sum plus ROUNDING: no conversion is needed.
 ROUNDING_BITS = tl.constexpr(0x4B400000)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+# Eight nibbles -> four low ones and four high ones, as bytes that are 16 times a weight. The input is not read after the
+# first result is written, so the two may share a register. One line: Inductor writes constants into a string literal.
+UNPACK = tl.constexpr(
+    "{ .reg .b32 shifted; shl.b32 shifted, $2, 4; "
+    "lop3.b32 $1, $2, 0xF0F0F0F0, 0x80808080, 0x6A; lop3.b32 $0, shifted, 0xF0F0F0F0, 0x80808080, 0x6A; }"
+)
 
 
 @triton.jit
@@ -37,20 +43,7 @@ def unpack_bytes(packed):
         high = ((packed.to(tl.int32) >> 4) - 8) * 16
         return low.to(tl.int8), high.to(tl.int8)
     else:
-        # The input is not read after the first result is written, so the two may share a register.
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 shifted;
-            shl.b32 shifted, $2, 4;
-            lop3.b32 $1, $2, 0xF0F0F0F0, 0x80808080, 0x6A;
-            lop3.b32 $0, shifted, 0xF0F0F0F0, 0x80808080, 0x6A;
-            }""",
-            "=r,=r,r",
-            [packed],
-            dtype=(tl.int8, tl.int8),
-            is_pure=True,
-            pack=4,
-        )
+        return tl.inline_asm_elementwise(UNPACK, "=r,=r,r", [packed], (tl.int8, tl.int8), is_pure=True, pack=4)
 
 
 @triton.jit

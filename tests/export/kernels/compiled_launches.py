@@ -189,7 +189,8 @@ LLAMA_LINEAR, LLAMA_SWIGLU, LLAMA_ADD = ((6144, 4096), (128_256, 4096)), (28_672
 
 def linear_formats(capability: int, dtype: torch.dtype, form: Format, *, rows: tuple[int, ...]) -> list[Launch]:
     """Launch the operations of Llama 3.1 8B with weights in a format, for each number of rows; then smaller ones, with all
-    operands."""
+    operands. But for kernels of other groups: two rows in int4 are multiplied directly, if K is a multiple of 128."""
+    others = "conv_rows_early", "prepare_direct_rows_early", "direct_integers_rows_early"
     with recorded(capability) as launches:
         for count in rows:
 
@@ -215,7 +216,7 @@ def linear_formats(capability: int, dtype: torch.dtype, form: Format, *, rows: t
                 Convolution(empty(512, 1, 4, dtype=dtype), empty(2, 3, 512, dtype=dtype)),
             )
             CudaKernels.norm_linear_conv(*operands(1030, 2624), gates, conv, row_index(count))
-    return [one for one in launches if one.name != "conv_rows_early"]
+    return [one for one in launches if one.name not in others]
 
 
 def linear_step(capability: int, dtype: torch.dtype) -> list[Launch]:

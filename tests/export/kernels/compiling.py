@@ -7,6 +7,7 @@ needs a process without Triton's interpreter: `conftest.run_compiled` starts one
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import io
@@ -180,7 +181,8 @@ def as_generated(kernel: Any, folder: Path) -> Any:
                     f"{kernel.__name__} uses two things of the name {name}"
                 )
     path = folder / f"generated_{kernel.__name__}.py"
-    source = user_defined_triton_kernel_transitive_closure_source_code(kernel)
+    # Inductor puts the source into a string literal: what is escaped in it is not any more.
+    source = ast.literal_eval(f"'''{user_defined_triton_kernel_transitive_closure_source_code(kernel)}'''")
     path.write_text(f"import triton\nimport triton.language as tl\n\n@triton.jit\n{source}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None

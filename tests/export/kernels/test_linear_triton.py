@@ -118,6 +118,32 @@ def test_one_row_is_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert called == list(STEP)
 
 
+@pytest.mark.parametrize(
+    ("group", "k", "dtype", "normed", "added"),
+    [
+        (None, 512, BF16, True, True),
+        (Int4Min(), 512, BF16, True, True),
+        (Int8(), 512, BF16, True, True),
+        (128, 512, BF16, False, True),
+        (128, 384, BF16, False, False),
+        (64, 512, BF16, False, False),
+        (32, 512, BF16, False, False),
+        (32, 576, BF16, True, True),
+        (32, 512, F32, True, True),
+    ],
+    ids=str,
+)
+def test_two_rows_that_are_a_decode_step(
+    group: int | Format | None, k: int, dtype: torch.dtype, normed: bool, added: bool
+) -> None:
+    """Whether two rows are one, behind a norm and where a residual is added. A single row always is, three never."""
+    case = make(Shape(8, k, group), [Run(SLOT, 0, 3)], dtype)
+    weight = case.operand.weight
+    assert [rows_triton.takes_step(case.x[:2], weight, behind) for behind in (True, False)] == [normed, added]
+    assert rows_triton.takes_step(case.x[:1], weight, True) and rows_triton.takes_step(case.x[:1], weight, False)
+    assert not rows_triton.takes_step(case.x, weight, True) and not rows_triton.takes_step(case.x, weight, False)
+
+
 @each_dtype
 @pytest.mark.parametrize("shape", [shape for shape in PROMPT_SHAPES if shape.group], ids=str)
 def test_dequantised_bit_for_bit(shape: Shape, dtype: torch.dtype) -> None:
