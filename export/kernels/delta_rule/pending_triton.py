@@ -73,23 +73,24 @@ def load_pending(
     K: tl.constexpr,
     V: tl.constexpr,
     P: tl.constexpr,
+    ALL: tl.constexpr,
 ) -> tl.tuple:
-    """Return the first `count` updates for `pending_products`: keys [TILE, K], values [TILE, BLOCK], log decays [TILE]."""
+    """Return updates for `pending_products`: keys [TILE, K], values [TILE, BLOCK], log decays [TILE], and `count`, the number
+    of those that count.
+
+    ALL: whether no load waits for `count`. Then all updates are loaded; what does not count may be anything.
+    """
+    known = P if ALL else count
     update = tl.arange(0, TILE)[:, None]
-    k = tl.load(keys + update * K + tl.arange(0, K)[None, :], mask=update < count, other=0.0)
-    u = tl.load(updates + update * V + values[None, :], mask=update < count, other=0.0)
-    return k, u, load_decays(updates, count, V, P, TILE)
+    k = tl.load(keys + update * K + tl.arange(0, K)[None, :], mask=update < known, other=0.0)
+    u = tl.load(updates + update * V + values[None, :], mask=update < known, other=0.0)
+    return k, u, load_decays(updates, known, V, P, TILE), count
 
 
 @triton.jit
-def pending_products(
-    held: tl.tuple, count: tl.tensor, k: tl.tensor, q: tl.tensor
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return what pending updates add to the products of a state with k and with q, and the decay of the stored matrix.
-
-    held: at least the first `count` updates, which are those that count.
-    """
-    keys, u, g = held
+def pending_products(held: tl.tuple, k: tl.tensor, q: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return what pending updates add to the products of a state with k and with q, and the decay of the stored matrix."""
+    keys, u, g, count = held
     counts = tl.arange(0, TILE) < count
     # What does not count may be NaN.
     keys = tl.where(counts[:, None], keys.to(tl.float32), 0.0)

@@ -260,21 +260,21 @@ def delta_rows_early(
             # A session's first row writes the state: what is stored there is another session's.
             old = filled & (position != 0)
             # All that the slot has is on its way before the first of it is looked at. Many rows hide each other's latency,
-            # and do not load updates that do not count.
+            # and load only the updates that count.
             stored = tl.load(count_cell(updates, begin, V, P))
             count = tl.where(old, stored, 0.0).to(tl.int32)
             cells = of_head + tl.arange(0, K)[:, None] * V + values[None, :]
             s = tl.load(cells, mask=filled, other=0.0)
-            held = load_pending(keys, updates, P if LONG == 0 else count, values, K, V, P)
+            held = load_pending(keys, updates, count, values, K, V, P, LONG == 0)
             norm = tl.load(norm_weight + values)
             wait_for_previous(EARLY)
             inputs = load_row(mixed, gates, row, head, values, HEADS, KEY_HEADS, K, V)
             s = tl.where(old, s, 0.0)
             if old & (count < P):
                 _, k, u, g = take_row(
-                    s, inputs, out, squares, row, head, begin, rate, bias, norm, HEADS, K, V, SPAN, held, count
+                    s, inputs, out, squares, row, head, begin, rate, bias, norm, HEADS, K, V, SPAN, held
                 )
-                # Programs of other values and other heads read the same keys and decays, but none past the count.
+                # Programs of other values and other heads read the same keys and decays, but use none past the count.
                 one = tl.program_id(0) == 0
                 tl.store(updates + count * V + values, u)
                 tl.store(updates + P * V + count, g, mask=one)
@@ -391,12 +391,11 @@ def take_row(
     V: tl.constexpr,
     SPAN: tl.constexpr,
     held: tl.tuple | None = None,
-    count: tl.tensor | None = None,
 ) -> tl.tuple:
     """Store the outputs of a row, for the values that `s` has, from `begin` on.
 
     Args:
-        s: the state [K, values], but for the first `count` pending updates of `held` (`load_pending`), if there may be some.
+        s: the state [K, values], but for the pending updates `held`, if there may be some (`load_pending`).
         inputs: the row's, as `load_row` returns them.
 
     Returns:
@@ -413,7 +412,7 @@ def take_row(
     q_square, k_square, both = tl.reduce((q * q, k * k, q * k), 0, add_triples)
     if held is not None:
         # Ahead of the sums over the state, which may still be on its way.
-        more_keys, more_queries, so_far = pending_products(held, count, k, q)
+        more_keys, more_queries, so_far = pending_products(held, k, q)
     of_keys, of_queries = tl.reduce((s * k[:, None], s * q[:, None]), 0, add_pairs)
     if held is not None:
         of_keys = of_keys * so_far + more_keys

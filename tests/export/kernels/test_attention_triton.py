@@ -35,13 +35,18 @@ def test_full_cache(tokens: int, dtype: torch.dtype) -> None:
         check(make((4, 2, 32, 8), [Run(SLOT, capacity - length, length)], dtype, capacity=capacity), attend)
 
 
+def set_splits(monkeypatch: pytest.MonkeyPatch, name: str, splits: int, least: int) -> None:
+    """Give the step's configurations `name` so many splits, of at least so many positions."""
+    monkeypatch.setattr(step_triton, "splits_for", lambda *sizes: splits)
+    configs = {kept: replace(config, least=least) for kept, config in getattr(step_triton, name).items()}
+    monkeypatch.setattr(step_triton, name, configs)
+
+
 @each_dtype
 @pytest.mark.parametrize(("splits", "least"), [(1, 64), (2, 16), (3, 32), (16, 16)])
 def test_splits_of_a_step(splits: int, least: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Splits with several tiles, with one, with part of one, with nothing."""
-    monkeypatch.setattr(step_triton, "splits_for", lambda *sizes: splits)
-    configs = {kept: replace(config, least=least) for kept, config in step_triton.SPLIT.items()}
-    monkeypatch.setattr(step_triton, "SPLIT", configs)
+    set_splits(monkeypatch, "SPLIT", splits, least)
     for position, window in ((0, None), (1, None), (16, 1), (17, None), (63, 2), (129, None), (300, None), (300, 90)):
         case = make(MAIN, [Run(SLOT, position)], dtype, page_size=32, capacity=301, window=window)
         check(case, step_triton.attend_step)
@@ -51,9 +56,7 @@ def test_splits_of_a_step(splits: int, least: int, dtype: torch.dtype, monkeypat
 @pytest.mark.parametrize(("splits", "least"), [(1, 64), (2, 16), (3, 32), (16, 16)])
 def test_splits_of_several_rows(splits: int, least: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same for rows beside each other, which have other numbers of splits. A run's splits end where it begins."""
-    monkeypatch.setattr(step_triton, "splits_for", lambda *sizes: splits)
-    configs = {kept: replace(config, least=least) for kept, config in step_triton.SEVERAL_SPLIT.items()}
-    monkeypatch.setattr(step_triton, "SEVERAL_SPLIT", configs)
+    set_splits(monkeypatch, "SEVERAL_SPLIT", splits, least)
     for position, window in ((0, None), (16, 1), (17, 2), (63, None), (129, 4), (296, None), (296, 90)):
         runs = [Run(0, position // 2), Run(-1, 5), Run(SLOT, position, 5), Run(4, 290)]
         case = make(MAIN, runs, dtype, page_size=32, capacity=301, window=window)
