@@ -14,6 +14,11 @@ import triton.language as tl
 from .rows_fixed_triton import with_bias
 from .rows_tiles_triton import BLOCK
 
+# The most warps of a program.
+MAX_WARPS = 8
+# Weight rows of most programs, the fewest that tensor cores take on the left.
+TILE = 16
+
 
 @triton.jit
 def stored_lines(line, first, N: tl.constexpr, SWIGLU: tl.constexpr, ROWS: tl.constexpr):

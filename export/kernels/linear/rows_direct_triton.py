@@ -26,27 +26,20 @@ from ostinato.export.kernels.early_start_triton import start_next
 from ostinato.export.kernels.launch import at_most, launcher, pointers, starts_early
 from ostinato.export.kernels.operands import FEW_ROWS, FOUR_ROWS, STEP_ROWS, Convolution, Norm, RowIndex, Weight
 
-from .rows_direct_floats_triton import TURN, direct_floats_rows_early
+from .rows_direct_floats_triton import TURN, FloatsConfig, direct_floats_rows_early, float_warps
 from .rows_direct_int4_triton import STRETCH, direct_rows_early
 from .rows_direct_integers_triton import direct_integers_rows_early, store_operands
+from .rows_direct_store_triton import MAX_WARPS, TILE
 from .rows_direct_unpacked_triton import direct_unpacked_rows_early
 from .rows_prepare_triton import prepared_blocks
 from .rows_tiles_triton import BLOCK, nibble_order
 from .step_kernels_triton import store_gates
 from .step_triton import bits_of
 
-MAX_WARPS = 8
 # Elements of a warp's stretch of K.
 LENGTH = STRETCH.value * BLOCK.value
-# Weight rows of a program, the fewest that tensor cores take on the left.
-TILE = 16
 # Rows of gates per program.
 GATE_ROWS = 4
-# Turns of bfloat16 weights that a warp loads ahead: all of them, if they are few. Then the inputs of up to STEP_ROWS rows are
-# under way at once, too: a layer of 0.8B with 4/8 rows takes 25.8/27.6 us, not 26.2/28.3. With 16 it would take 37.6,
-# not 37.1. But where a residual is added, and no more than AHEAD turns, it takes 35.9, not 38.0; with attention 34.7, not
-# 36.6 (one H200, 2026-11-28).
-AHEAD, ALL_AHEAD = 8, 14
 # A warp of a product with other integers has all its blocks under way if they are few and all programs have room at once.
 MOST_BLOCKS, H100_REGISTERS = 8, 132 * 65536
 # The most rows of a small weight.
@@ -81,11 +74,6 @@ def has_stretches(k: int) -> bool:
 def warps_for(k: int) -> int:
     """Warps of a program that have K in stretches."""
     return int(triton.next_power_of_2(k // LENGTH))
-
-
-def float_warps(k: int) -> int:
-    """Warps of a program with bfloat16 weights."""
-    return MAX_WARPS if k > 1024 else MAX_WARPS // 2
 
 
 def in_whole_blocks(k: int, heads: int) -> bool:
@@ -311,13 +299,8 @@ class DirectProduct:
             "EARLY": starts_early(),
         }
         if self.floats:
-            warps = float_warps(k)
-            turns = triton.cdiv(k // TURN.value, warps)
-            # The most turns whose inputs are all under way at once.
-            most_held = 0 if self.residual is None else AHEAD
-            if columns == STEP_ROWS:
-                most_held = ALL_AHEAD
-            launcher(direct_floats_rows_early)[(self._programs(TILE),)](
+            floats = FloatsConfig.of(k, columns, self.outputs, self.residual is not None)
+            launcher(direct_floats_rows_early)[(self._programs(floats.rows),)](
                 *pointers(prepared[0], squares, weight.values, *optional),
                 out,
                 rows,
@@ -325,12 +308,12 @@ class DirectProduct:
                 PREPARED=prepared[0].dim() == 3,
                 HEADS=heads,
                 PARTS=0 if squares is None else squares.shape[1],
-                ROWS=TILE,
+                ROWS=floats.rows,
                 COLUMNS=columns,
-                WARPS=warps,
-                AHEAD=turns if turns <= ALL_AHEAD else AHEAD,
-                HOLD=turns <= most_held,
-                num_warps=warps,
+                WARPS=floats.warps,
+                AHEAD=floats.ahead,
+                HOLD=floats.hold,
+                num_warps=floats.warps,
                 **constants,
             )
         elif self._stretches:

@@ -304,7 +304,7 @@ def linear_int4(capability: int, dtype: torch.dtype) -> list[Launch]:
 
 
 def linear_direct(capability: int, dtype: torch.dtype, rows: int, group: int | Format | None) -> list[Launch]:
-    """Launch the flagship's linear layers, and a SwiGLU, for few rows; every weight has a bias."""
+    """Launch the flagship's linear layers, a SwiGLU and a small model's vocabulary, for few rows; every weight has a bias."""
     with recorded(capability) as launches:
 
         def operands(n: int, k: int) -> tuple[Tensor, Norm, Weight]:
@@ -314,6 +314,8 @@ def linear_direct(capability: int, dtype: torch.dtype, rows: int, group: int | F
         CudaKernels.norm_linear_conv(*operands(12288, 2048), empty(64, 2048, dtype=dtype), conv, row_index(rows))
         CudaKernels.norm_linear(*operands(9216, 2048), dtype)
         CudaKernels.norm_swiglu(*operands(28672, 4096))
+        if group is None:
+            CudaKernels.norm_linear(*operands(VOCAB, 1024), F32)
         x, _, matrix = operands(2048, 4096)
         squares = HeadSquares(empty(rows * 32, 2), EPS)
         CudaKernels.linear_add(x, matrix, empty(rows, 2048, dtype=dtype), squares)

@@ -17,7 +17,13 @@ from ostinato.export.formats.format import Format
 from ostinato.export.formats.int4 import Int4
 from ostinato.export.formats.int4_min import Int4Min
 from ostinato.export.formats.int8 import Int8
-from ostinato.export.kernels.linear import prefill_triton, reference, rows_triton, step_triton
+from ostinato.export.kernels.linear import (
+    prefill_triton,
+    reference,
+    rows_direct_floats_triton,
+    rows_triton,
+    step_triton,
+)
 from ostinato.export.kernels.linear.limits import check_weight
 from ostinato.export.kernels.linear.panels import pack_panels
 from ostinato.export.kernels.linear.step_triton import StepConfig, config_for, units_per_lane
@@ -95,6 +101,16 @@ def test_many_outputs(n: int, k: int, rows: int, monkeypatch: pytest.MonkeyPatch
     fewer = product_of(case)
     monkeypatch.setattr(rows_triton, "MANY_OUTPUTS", n)
     assert torch.equal(product_of(case), fewer)
+
+
+@pytest.mark.parametrize(("n", "k", "rows"), [(74, 512, 16), (136, 896, 9), (74, 1920, 9)])
+def test_many_outputs_in_bfloat16(n: int, k: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 9 rows and more a program then has twice as many, too, and four warps, as all have up to 1,024 elements."""
+    case = make(Shape(n, k), [Run(SLOT, 0, rows)], BF16)
+    fewer = product_of(case)
+    monkeypatch.setattr(rows_direct_floats_triton, "MANY_OUTPUTS", n)
+    assert rows_direct_floats_triton.FloatsConfig.of(k, 16, n, added=False).rows == 32
+    assert torch.allclose(product_of(case), fewer, rtol=0, atol=0 if k <= 1024 else 1e-5)
 
 
 def test_tiles_of_both_sizes_agree() -> None:
