@@ -304,7 +304,8 @@ def linear_int4(capability: int, dtype: torch.dtype) -> list[Launch]:
 
 
 def linear_direct(capability: int, dtype: torch.dtype, rows: int, group: int | Format | None) -> list[Launch]:
-    """Launch the flagship's linear layers, a SwiGLU and a small model's vocabulary, for few rows; every weight has a bias."""
+    """Launch the flagship's linear layers and a SwiGLU for few rows, without a group also a small model's vocabulary; every
+    weight has a bias."""
     with recorded(capability) as launches:
 
         def operands(n: int, k: int) -> tuple[Tensor, Norm, Weight]:

@@ -105,7 +105,8 @@ def test_many_outputs(n: int, k: int, rows: int, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(("n", "k", "rows"), [(74, 512, 16), (136, 896, 9), (74, 1920, 9)])
 def test_many_outputs_in_bfloat16(n: int, k: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 9 rows and more a program then has twice as many, too, and four warps, as all have up to 1,024 elements."""
+    """A program has twice as many weight rows for 9 to 16 rows, too, and four warps. Up to 1,024 elements it has four anyway,
+    and then this changes nothing for an output."""
     case = make(Shape(n, k), [Run(SLOT, 0, rows)], BF16)
     fewer = product_of(case)
     monkeypatch.setattr(rows_direct_floats_triton, "MANY_OUTPUTS", n)
