@@ -34,13 +34,17 @@ TURN = tl.constexpr(32)
 BLOCK_TURNS = tl.constexpr(4)
 # Turns that a warp loads ahead, and the most of them if these are all.
 AHEAD, ALL_AHEAD = 8, 14
-# The fewest outputs of a vocabulary.
-MANY_OUTPUTS = 32768
+# The fewest outputs of a vocabulary, and the fewest whose programs may have four warps with more than 2,048 elements.
+MANY_OUTPUTS, SOME_OUTPUTS = 32768, 4096
 
 
-def float_warps(k: int) -> int:
-    """Warps of a program with bfloat16 weights."""
-    return MAX_WARPS if k > 1024 else MAX_WARPS // 2
+def float_warps(k: int, outputs: int, divided: bool) -> int:
+    """Warps of a program with bfloat16 weights. divided: whether it divides its rows' heads.
+
+    See `FloatsConfig`."""
+    if k <= 1024 or (2048 < k <= 8192 and SOME_OUTPUTS <= outputs < MANY_OUTPUTS and not divided):
+        return MAX_WARPS // 2
+    return MAX_WARPS
 
 
 @dataclass(frozen=True)
@@ -57,9 +61,23 @@ class FloatsConfig:
                            16, 4, 8   16, 8, 8   32, 4, 4   32, 4, 8   32, 8, 4   32, 8, 2
         248,320 x 1,024    163                   136        171
         248,320 x 2,048               387        278        284        323        354
-        128,256 x 4,096               305                              329        414
+        128,256 x 4,096               302        310        278        328        414
 
-    With 8 rows 248,320 x 1,024 takes 130 us in the first way and 135 in the third.
+    With 8 rows 248,320 x 1,024 takes 130 us in the first way and 135 in the third; 128,256 x 4,096 takes 261, 278 and 283 in
+    the second, fourth and fifth.
+
+    With K of more than 2,048 four warps are faster than eight where there are programs enough: more of them have room at
+    once, and one that ends leaves less idle. The products of an 8B, in us with 4, 8 and 16 rows (one H200, 2026-11-29):
+
+                                          8 warps               4 warps
+        qkv, 6,144 x 4,096                19.6   20.7   25.0    18.8   19.1   21.3
+        o, 4,096 x 4,096                  13.1   14.3   16.2    12.9   13.4   14.6
+        gate and up, 28,672 x 4,096       64.7   66.8   81.3    64.4   65.5   70.6
+        down, 4,096 x 14,336              36.9   38.2   39.9    35.2   36.1   39.3
+        all four in a chain              132.4  134.4  157.6   127.4  129.3  142.5
+
+    But down has eight: 112 turns take 19 s to compile, 56 take 4. Down of 0.8B (K 3,584) has 64 programs for its 1,024
+    outputs: it takes 6.8, 6.8 and 7.7 us with four warps, 5.6, 5.8 and 7.1 with eight.
 
     Attributes:
         rows: weight rows of a program.
@@ -74,11 +92,16 @@ class FloatsConfig:
     hold: bool
 
     @classmethod
-    def of(cls, k: int, columns: int, outputs: int, added: bool) -> FloatsConfig:
-        """The configuration for K elements and `columns` rows. added: whether a residual is added."""
-        if columns == FEW_ROWS and outputs >= MANY_OUTPUTS and k <= 2048:
-            return cls(2 * TILE, MAX_WARPS // 2, AHEAD // 2, False)
-        warps = float_warps(k)
+    def of(cls, k: int, columns: int, outputs: int, added: bool, divided: bool) -> FloatsConfig:
+        """The configuration for K elements and `columns` rows.
+
+        Args:
+            added: whether a residual is added.
+            divided: whether the product divides its rows' heads.
+        """
+        if columns == FEW_ROWS and outputs >= MANY_OUTPUTS:
+            return cls(2 * TILE, MAX_WARPS // 2, AHEAD // 2 if k <= 2048 else AHEAD, False)
+        warps = float_warps(k, outputs, divided)
         turns = triton.cdiv(k // TURN.value, warps)
         most_held = ALL_AHEAD if columns == STEP_ROWS else AHEAD if added else 0
         return cls(TILE, warps, turns if turns <= ALL_AHEAD else AHEAD, turns <= most_held)

@@ -110,8 +110,18 @@ def test_many_outputs_in_bfloat16(n: int, k: int, rows: int, monkeypatch: pytest
     case = make(Shape(n, k), [Run(SLOT, 0, rows)], BF16)
     fewer = product_of(case)
     monkeypatch.setattr(rows_direct_floats_triton, "MANY_OUTPUTS", n)
-    assert rows_direct_floats_triton.FloatsConfig.of(k, 16, n, added=False).rows == 32
+    assert rows_direct_floats_triton.FloatsConfig.of(k, 16, n, added=False, divided=False).rows == 32
     assert torch.allclose(product_of(case), fewer, rtol=0, atol=0 if k <= 1024 else 1e-5)
+
+
+@pytest.mark.parametrize(("k", "rows"), [(2176, 4), (4224, 9)])
+def test_some_outputs_in_bfloat16(k: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program has four warps, not eight. The sums of the warps then differ in their last bits."""
+    case = make(Shape(40, k), [Run(SLOT, 0, rows)], BF16)
+    eight = product_of(case)
+    monkeypatch.setattr(rows_direct_floats_triton, "SOME_OUTPUTS", 40)
+    assert rows_direct_floats_triton.float_warps(k, 40, divided=False) == 4
+    assert torch.allclose(product_of(case), eight, rtol=0, atol=1e-5)
 
 
 def test_tiles_of_both_sizes_agree() -> None:
