@@ -66,11 +66,11 @@ GOALS = {
     f"1 of {SLOTS}": 1080,
     "2": 1655,
     "4": 2555,
-    "8": 3480,
-    "16": 4340,
+    "8": 3495,
+    "16": 4350,
     "32": 5250,
-    "64": 7620,
-    "128": 10900,
+    "64": 7650,
+    "128": 10980,
 }
 # `Row.name` -> microseconds of Python in a step, without waits for the GPU.
 HOST_GOALS = {"128": 250.0}
