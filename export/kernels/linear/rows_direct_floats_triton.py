@@ -38,13 +38,9 @@ AHEAD, ALL_AHEAD = 8, 14
 MANY_OUTPUTS, SOME_OUTPUTS = 32768, 4096
 
 
-def float_warps(k: int, outputs: int, divided: bool) -> int:
-    """Warps of a program with bfloat16 weights. divided: whether it divides its rows' heads.
-
-    See `FloatsConfig`."""
-    if k <= 1024 or (2048 < k <= 8192 and SOME_OUTPUTS <= outputs < MANY_OUTPUTS and not divided):
-        return MAX_WARPS // 2
-    return MAX_WARPS
+def float_warps(k: int) -> int:
+    """Warps of a program with bfloat16 weights, but for what `FloatsConfig` says of others."""
+    return MAX_WARPS if k > 1024 else MAX_WARPS // 2
 
 
 @dataclass(frozen=True)
@@ -101,7 +97,8 @@ class FloatsConfig:
         """
         if columns == FEW_ROWS and outputs >= MANY_OUTPUTS:
             return cls(2 * TILE, MAX_WARPS // 2, AHEAD // 2 if k <= 2048 else AHEAD, False)
-        warps = float_warps(k, outputs, divided)
+        wide = 2048 < k <= 8192 and SOME_OUTPUTS <= outputs < MANY_OUTPUTS
+        warps = MAX_WARPS // 2 if wide and not divided else float_warps(k)
         turns = triton.cdiv(k // TURN.value, warps)
         most_held = ALL_AHEAD if columns == STEP_ROWS else AHEAD if added else 0
         return cls(TILE, warps, turns if turns <= ALL_AHEAD else AHEAD, turns <= most_held)

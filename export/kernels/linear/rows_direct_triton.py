@@ -81,9 +81,9 @@ def in_whole_blocks(k: int, heads: int) -> bool:
     return heads == 0 or k // heads % BLOCK.value == 0
 
 
-def divides_heads(k: int, outputs: int, heads: int) -> bool:
+def divides_heads(k: int, heads: int) -> bool:
     """Whether a product with bfloat16 weights divides its rows' heads, if it has some. A warp then has 1, 2 or 4 blocks."""
-    blocks, left = divmod(k, BLOCK.value * float_warps(k, outputs, heads > 0))
+    blocks, left = divmod(k, BLOCK.value * float_warps(k))
     return heads == 0 or (left == 0 and blocks in (1, 2, 4) and in_whole_blocks(k, heads))
 
 
@@ -199,7 +199,7 @@ class DirectProduct:
     ) -> Tensor:
         """x [R, K] in bfloat16 -> [R, outputs] in `out_dtype`."""
         out = torch.empty((x.shape[0], self.outputs), dtype=out_dtype, device=x.device)
-        if self.floats and norm is None and divides_heads(self.weight.columns, self.outputs, heads):
+        if self.floats and norm is None and divides_heads(self.weight.columns, heads):
             return self._multiplied((x,), out, squares, eps, heads)
         return self._multiplied(self._prepared(x, norm, squares, eps, heads), out)
 

@@ -120,7 +120,7 @@ def test_some_outputs_in_bfloat16(k: int, rows: int, monkeypatch: pytest.MonkeyP
     case = make(Shape(40, k), [Run(SLOT, 0, rows)], BF16)
     eight = product_of(case)
     monkeypatch.setattr(rows_direct_floats_triton, "SOME_OUTPUTS", 40)
-    assert rows_direct_floats_triton.float_warps(k, 40, divided=False) == 4
+    assert rows_direct_floats_triton.FloatsConfig.of(k, 16, 40, added=False, divided=False).warps == 4
     assert torch.allclose(product_of(case), eight, rtol=0, atol=1e-5)
 
 
