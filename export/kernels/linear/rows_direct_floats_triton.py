@@ -14,11 +14,10 @@ import triton
 import triton.language as tl
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
-from ostinato.export.kernels.operands import FEW_ROWS, STEP_ROWS
+from ostinato.export.kernels.operands import STEP_ROWS
 
 from .rows_direct_store_triton import (
     MAX_WARPS,
-    TILE,
     load_factors,
     load_past,
     load_taps,
@@ -32,14 +31,14 @@ from .step_tiles_triton import hold_loads
 # Elements of a turn, and turns of a block.
 TURN = tl.constexpr(32)
 BLOCK_TURNS = tl.constexpr(4)
-# Turns that a warp loads ahead, and the most of them if these are all.
-AHEAD, ALL_AHEAD = 8, 14
-# The fewest outputs of a vocabulary, and the fewest whose programs may have four warps with more than 2,048 elements.
-MANY_OUTPUTS, SOME_OUTPUTS = 32768, 4096
+# Turns that are under way in a loop: of most products, and of those with few programs. The most that are all under way.
+AHEAD, FAR_AHEAD, ALL_AHEAD = 4, 8, 14
+# Fewer programs than an H200 has multiprocessors; as many as have room twice on each; those of a vocabulary.
+FEW_PROGRAMS, SOME_PROGRAMS, MANY_PROGRAMS = 132, 264, 2048
 
 
 def float_warps(k: int) -> int:
-    """Warps of a program with bfloat16 weights, but for what `FloatsConfig` says of others."""
+    """Warps of a program with bfloat16 weights, if its rows' heads are divided or programs are few."""
     return MAX_WARPS if k > 1024 else MAX_WARPS // 2
 
 
@@ -49,59 +48,59 @@ class FloatsConfig:
 
     A warp loads all its weights ahead of the wait, if they are few. Then the inputs of up to STEP_ROWS rows are under way at
     once, too: a layer of 0.8B with 4/8 rows takes 25.8/27.6 us, not 26.2/28.3. With 16 it would take 37.6, not 37.1. But
-    where a residual is added, and no more than AHEAD turns, it takes 35.9, not 38.0; with attention 34.7, not 36.6 (one H200,
-    2026-11-28).
+    where a residual is added, and no more than FAR_AHEAD turns, it takes 35.9, not 38.0; with attention 34.7, not 36.6 (one
+    H200, 2026-11-28).
 
-    A vocabulary with 16 rows, in us, by weight rows, warps and turns ahead (one H200, 2026-11-29):
+    Longer products are a loop. The compiler moves loads behind the products that they should run beside; a fence in some of
+    the turns holds them. Microseconds with 4, 8 and 16 rows by warps, turns of weights ahead, turns of inputs ahead (with 16
+    rows 4) and turns to a fence; and before, as a list of turns without fences (one H200, 2026-11-30):
 
-                           16, 4, 8   16, 8, 8   32, 4, 4   32, 4, 8   32, 8, 4   32, 8, 2
-        248,320 x 1,024    163                   136        171
-        248,320 x 2,048               387        278        284        323        354
-        128,256 x 4,096               302        310        278        328        414
+                                          list                  4, 4, 4, 4            4, 8, 8, 2            8, 4, 4, 4
+        8B: qkv, 6,144 x 4,096            18.2   19.1   21.3    18.5   18.9   19.5    20.5   20.8   22.9    21.1   21.4   25.1
+        gate and up, 28,672 x 4,096       63.5   65.5   71.6    60.8   61.4   65.7    62.0   62.9   69.5    64.2   65.1   89.2
+        o, 4,096 x 4,096                  12.5   13.3   14.7    13.0   13.1   14.1    12.4   12.6   14.2    12.8   13.1   17.2
+        down, 4,096 x 14,336              37.0   38.2   40.2    34.3   34.6   37.1    32.8   33.4   37.0    32.9   33.1   41.8
+        4B: o, 2,560 x 4,096              11.1   12.4   15.1    12.0   12.2   13.3    11.1   11.4   13.0    11.2   11.6   16.9
+        down, 2,560 x 9,728               20.1   20.9   23.8    21.6   21.8   24.6    18.9   19.3   22.9    18.8   19.3   28.7
+        14B: down, 5,120 x 17,408         57.9   61.8   70.0    47.4   47.9   51.3    56.2   57.7   68.9    53.6   55.8   65.8
+        1.7B: down, 2,048 x 6,144         10.4   11.5   12.9    12.8   13.2   14.4    11.0   11.3   12.9    10.5   10.6   12.3
+        vocabulary, 128,256 x 4,096      256.9  261.1  276.4   242.1  246.2  259.0   244.4  248.3          241.0  244.4  316.8
+        vocabulary, 151,936 x 2,560      217.4  221.7  209.9   183.4  187.5  205.1   183.2  187.4          196.3  198.2  322.1
 
-    With 8 rows 248,320 x 1,024 takes 130 us in the first way and 135 in the third; 128,256 x 4,096 takes 261, 278 and 283 in
-    the second, fourth and fifth.
-
-    With K of more than 2,048 four warps are faster than eight where there are programs enough: more of them have room at
-    once, and one that ends leaves less idle. The products of an 8B, in us with 4, 8 and 16 rows (one H200, 2026-11-29):
-
-                                          8 warps               4 warps
-        qkv, 6,144 x 4,096                19.6   20.7   25.0    18.8   19.1   21.3
-        o, 4,096 x 4,096                  13.1   14.3   16.2    12.9   13.4   14.6
-        gate and up, 28,672 x 4,096       64.7   66.8   81.3    64.4   65.5   70.6
-        down, 4,096 x 14,336              36.9   38.2   39.9    35.2   36.1   39.3
-        all four in a chain              132.4  134.4  157.6   127.4  129.3  142.5
-
-    But down has eight: 112 turns take 19 s to compile, 56 take 4. Down of 0.8B (K 3,584) has 64 programs for its 1,024
-    outputs: it takes 6.8, 6.8 and 7.7 us with four warps, 5.6, 5.8 and 7.1 with eight.
+    With four turns ahead a multiprocessor has room for four programs of up to 8 rows (115 registers) and for three of 16
+    (149), with eight for two (206 and 190): these are for products with few programs. Where there are fewer programs than
+    multiprocessors, eight warps share one.
 
     Attributes:
-        rows: weight rows of a program.
         warps: warps, which divide K.
         ahead: turns whose weights a warp loads ahead.
-        hold: whether the inputs of all turns are under way at once.
+        inputs: turns whose inputs a warp loads ahead.
+        fence: turns whose loads stand ahead of one fence; 0: none does.
     """
 
-    rows: int
     warps: int
     ahead: int
-    hold: bool
+    inputs: int
+    fence: int
 
     @classmethod
-    def of(cls, k: int, columns: int, outputs: int, added: bool, divided: bool) -> FloatsConfig:
+    def of(cls, k: int, columns: int, programs: int, added: bool, divided: bool) -> FloatsConfig:
         """The configuration for K elements and `columns` rows.
 
         Args:
             added: whether a residual is added.
             divided: whether the product divides its rows' heads.
         """
-        if columns == FEW_ROWS and outputs >= MANY_OUTPUTS:
-            return cls(2 * TILE, MAX_WARPS // 2, AHEAD // 2 if k <= 2048 else AHEAD, False)
-        wide = 2048 < k <= 8192 and SOME_OUTPUTS <= outputs < MANY_OUTPUTS
-        warps = MAX_WARPS // 2 if wide and not divided else float_warps(k)
+        warps = float_warps(k) if divided or programs < FEW_PROGRAMS else MAX_WARPS // 2
         turns = triton.cdiv(k // TURN.value, warps)
-        most_held = ALL_AHEAD if columns == STEP_ROWS else AHEAD if added else 0
-        return cls(TILE, warps, turns if turns <= ALL_AHEAD else AHEAD, turns <= most_held)
+        if turns <= ALL_AHEAD and programs < MANY_PROGRAMS:
+            held = turns <= (ALL_AHEAD if columns == STEP_ROWS else FAR_AHEAD if added else 0)
+            return cls(warps, turns, turns if held else 1, turns if held else 0)
+        if divided:
+            return cls(warps, FAR_AHEAD, 1, 0)
+        if FEW_PROGRAMS <= programs <= SOME_PROGRAMS:
+            return cls(warps, FAR_AHEAD, FAR_AHEAD if columns == STEP_ROWS else AHEAD, 2)
+        return cls(warps, AHEAD, AHEAD, AHEAD)
 
 
 @triton.jit
@@ -132,7 +131,8 @@ def direct_floats_rows_early(
     COLUMNS: tl.constexpr,
     WARPS: tl.constexpr,
     AHEAD: tl.constexpr,
-    HOLD: tl.constexpr,
+    INPUTS: tl.constexpr,
+    FENCE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Write out [R, N], R <= COLUMNS: the product of x [R, K] with a weight, and the operations behind it.
@@ -144,8 +144,8 @@ def direct_floats_rows_early(
         HEADS: number of heads of a row, which are divided by their root mean squares; 0: x has no heads. See `load_factors`.
         PARTS: number of parts of a head's sum of squares.
         CHANNELS: outputs that are convolved with TAPS taps, the first ones; see `store_direct`. 0: none is.
-        AHEAD: turns whose weights are loaded before the wait, and later before those ahead of them are multiplied.
-        HOLD: whether the inputs of all turns are under way at once.
+        AHEAD, INPUTS: turns whose weights and inputs are under way. The weights of AHEAD turns are loaded before the wait.
+        FENCE: turns whose loads stand ahead of one fence, which divides AHEAD; 0: the compiler orders loads.
     """
     OUTPUTS: tl.constexpr = ROWS // 2 if SWIGLU else ROWS
     TURNS: tl.constexpr = (K // TURN + WARPS - 1) // WARPS
@@ -175,20 +175,34 @@ def direct_floats_rows_early(
     of_x = x_ptr + column * (TURN if PREPARED else K)
     APART: tl.constexpr = COLUMNS * TURN if PREPARED else TURN
     inputs = ()
-    for turn in tl.static_range(TURNS if HOLD else 1):
+    for turn in tl.static_range(INPUTS):
         inputs = inputs + (load_turn(of_x, turn, K, WARPS, APART, column < rows),)  # type: ignore[assignment]  # noqa: RUF005
-    if HOLD:
+    if FENCE > 0:
         hold_loads()
     sums = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)
     products = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)
-    for turn in tl.static_range(TURNS):
-        if not HOLD and turn + 1 < TURNS:
-            inputs = inputs + (load_turn(of_x, turn + 1, K, WARPS, APART, column < rows),)  # type: ignore[assignment]  # noqa: RUF005
-        weights = tiles[0]  # type: ignore[misc]
-        tiles = tiles[1:]
+    # A list of 112 turns takes 19 s to compile. The last turns are one, and those whose heads are divided.
+    LOOPED: tl.constexpr = 0 if HEADS > 0 else (TURNS - AHEAD) // AHEAD * AHEAD
+    if LOOPED > 0:
+        for start in tl.range(0, LOOPED, AHEAD, num_stages=1):
+            for turn in tl.static_range(AHEAD):
+                loaded = load_turn(of_x, start + turn + INPUTS, K, WARPS, APART, column < rows)
+                tile = load_turn(of_weight, start + turn + AHEAD, K, WARPS)
+                inputs, tiles = inputs + (loaded,), tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005
+                if FENCE > 0 and (turn + 1) % FENCE == 0:
+                    hold_loads()
+                products = multiply(tiles[0], inputs[0], products)  # type: ignore[misc]
+                inputs, tiles = inputs[1:], tiles[1:]
+    for turn in tl.static_range(LOOPED, TURNS):
+        if turn + INPUTS < TURNS:
+            loaded = load_turn(of_x, turn + INPUTS, K, WARPS, APART, column < rows)
+            inputs = inputs + (loaded,)  # type: ignore[assignment]  # noqa: RUF005
         if turn + AHEAD < TURNS:
             tiles = tiles + (load_turn(of_weight, turn + AHEAD, K, WARPS),)  # type: ignore[assignment]  # noqa: RUF005
-        products = multiply(weights, inputs[turn], products)
+        if FENCE > 0 and turn + INPUTS < TURNS and (turn + 1) % FENCE == 0:
+            hold_loads()
+        products = multiply(tiles[0], inputs[0], products)  # type: ignore[misc]
+        inputs, tiles = inputs[1:], tiles[1:]
         if HEADS > 0 and (turn + 1) // BLOCK_TURNS > turn // BLOCK_TURNS:
             sums += products * factors[turn // BLOCK_TURNS][:, None, :]
             products = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)
@@ -199,15 +213,13 @@ def direct_floats_rows_early(
 
 
 @triton.jit
-def load_turn(
-    lines, NUMBER: tl.constexpr, K: tl.constexpr, WARPS: tl.constexpr, APART: tl.constexpr = TURN, filled=True
-):
+def load_turn(lines, number, K: tl.constexpr, WARPS: tl.constexpr, APART: tl.constexpr = TURN, filled=True):
     """Load a turn of lines, pointers [8, 1, LINES / 8, 1] to their first elements: [8, WARPS, LINES / 8, TURN].
 
     A warp's turns are neighbours, and begin APART elements from each other. Zeros behind the last element, and where not
     `filled`.
     """
     TURNS: tl.constexpr = (K // TURN + WARPS - 1) // WARPS
-    at = tl.arange(0, WARPS)[None, :, None, None] * TURNS + NUMBER
+    at = tl.arange(0, WARPS)[None, :, None, None] * TURNS + number
     inside = (at < K // TURN) | (K // TURN == TURNS * WARPS)
     return tl.load(lines + (at * APART + tl.arange(0, TURN)[None, None, None, :]), mask=inside & filled, other=0.0)

@@ -299,8 +299,9 @@ class DirectProduct:
             "EARLY": starts_early(),
         }
         if self.floats:
-            floats = FloatsConfig.of(k, columns, self.outputs, self.residual is not None, heads > 0)
-            launcher(direct_floats_rows_early)[(self._programs(floats.rows),)](
+            programs = self._programs(TILE)
+            floats = FloatsConfig.of(k, columns, programs, self.residual is not None, heads > 0)
+            launcher(direct_floats_rows_early)[(programs,)](
                 *pointers(prepared[0], squares, weight.values, *optional),
                 out,
                 rows,
@@ -308,11 +309,12 @@ class DirectProduct:
                 PREPARED=prepared[0].dim() == 3,
                 HEADS=heads,
                 PARTS=0 if squares is None else squares.shape[1],
-                ROWS=floats.rows,
+                ROWS=TILE,
                 COLUMNS=columns,
                 WARPS=floats.warps,
                 AHEAD=floats.ahead,
-                HOLD=floats.hold,
+                INPUTS=floats.inputs,
+                FENCE=floats.fence,
                 num_warps=floats.warps,
                 **constants,
             )

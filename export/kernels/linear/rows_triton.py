@@ -44,7 +44,6 @@ from ostinato.export.kernels.operands import TWO_ROWS, Convolution, HeadSquares,
 
 from . import prefill_triton, rows_direct_triton, step_triton
 from .limits import check_weight, heads_of
-from .rows_direct_floats_triton import MANY_OUTPUTS
 from .rows_direct_triton import DirectProduct, in_fixed_point, prepared_at_once, takes_direct, takes_unprepared
 from .rows_fixed_triton import fixed_rows_early
 from .rows_grouped_triton import grouped_rows_early, order_rows_early
@@ -56,6 +55,7 @@ ROWS = 64
 # From MANY_OUTPUTS on, a program takes 2 * ROWS weight rows, if there may be more than FEW input rows and the GPU has the
 # shared memory. For 64 input rows, 32,768, 65,536 and 248,320 x 2,048 then take 28.3, 52.0 and 183 us, not 34.1, 64.5
 # and 230. But 12,288 x 2,048 would take 20.0, not 14.1.
+MANY_OUTPUTS = 32768
 # Products in bfloat16 have at least SPLIT_PROGRAMS programs for a block of input rows. For that K is divided into at most
 # GROUPED_SPLITS parts, of at least SPLIT_BLOCKS blocks of 128. Parts of more than LONG_SPLIT blocks are divided once more: 8,
 # 32 and 64 rows times 4,096 x 14,336 in int4 then take 27, 31 and 46 us, not 31 to 34, 34 and 42 (H200, 2026-11-26).

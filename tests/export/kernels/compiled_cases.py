@@ -23,7 +23,7 @@ from .compiled_launches import (
     attention,
     delta_rule,
     experts,
-    linear_direct,
+    linear_floats,
     linear_formats,
     linear_int4,
     linear_integers,
@@ -297,7 +297,7 @@ GROUPS = {
         max_spilled={("grouped_rows_early", "bf16"): 8},
     ),
     "linear_floats_rows": Group(
-        launches=partial(linear_direct, rows=15, group=None),
+        launches=linear_floats,
         cases=((80, BF16), (89, BF16), (90, BF16)),
         analysed=((90, BF16),),
         written={

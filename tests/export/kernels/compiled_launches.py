@@ -282,14 +282,19 @@ def linear_rows(capability: int, dtype: torch.dtype) -> list[Launch]:
     return [one for one in launches if capability != 80 or one.name != "fixed_rows_early" or one.arguments["SWIGLU"]]
 
 
+def linear_floats(capability: int, dtype: torch.dtype) -> list[Launch]:
+    """Launch products of up to 8 and up to 16 rows with weights in bfloat16, also with long rows."""
+    return _with_long_rows(capability, dtype, [(7, None), (15, None)])
+
+
 def linear_integers(capability: int, dtype: torch.dtype) -> list[Launch]:
     """Launch products of few rows with weights in formats of GGUF files, and in groups of 64; also with long rows."""
-    calls: list[tuple[int, int | Format]] = [
-        (4, GGUF_FORMATS[0]),
-        (8, GGUF_FORMATS[1]),
-        (4, GGUF_FORMATS[2]),
-        (8, 64),
-    ]
+    int4, int4_min, int8 = GGUF_FORMATS
+    return _with_long_rows(capability, dtype, [(4, int4), (8, int4_min), (4, int8), (8, 64)])
+
+
+def _with_long_rows(capability: int, dtype: torch.dtype, calls: list[tuple[int, int | Format | None]]) -> list[Launch]:
+    """calls: numbers of rows and what weights are grouped by."""
     found = [one for rows, group in calls for one in linear_direct(capability, dtype, rows, group)]
     with recorded(capability) as launches:
         for rows, group in calls:

@@ -26,6 +26,7 @@ from ostinato.export.kernels.linear import (
 )
 from ostinato.export.kernels.linear.limits import check_weight
 from ostinato.export.kernels.linear.panels import pack_panels
+from ostinato.export.kernels.linear.rows_direct_floats_triton import FloatsConfig
 from ostinato.export.kernels.linear.step_triton import StepConfig, config_for, units_per_lane
 from ostinato.export.kernels.operands import HeadSquares, Weight
 
@@ -103,25 +104,29 @@ def test_many_outputs(n: int, k: int, rows: int, monkeypatch: pytest.MonkeyPatch
     assert torch.equal(product_of(case), fewer)
 
 
-@pytest.mark.parametrize(("n", "k", "rows"), [(74, 512, 16), (136, 896, 9), (74, 1920, 9)])
-def test_many_outputs_in_bfloat16(n: int, k: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program has twice as many weight rows for 9 to 16 rows, too, and four warps. Up to 1,024 elements it has four anyway,
-    and then this changes nothing for an output."""
-    case = make(Shape(n, k), [Run(SLOT, 0, rows)], BF16)
-    fewer = product_of(case)
-    monkeypatch.setattr(rows_direct_floats_triton, "MANY_OUTPUTS", n)
-    assert rows_direct_floats_triton.FloatsConfig.of(k, 16, n, added=False, divided=False).rows == 32
-    assert torch.allclose(product_of(case), fewer, rtol=0, atol=0 if k <= 1024 else 1e-5)
+@pytest.mark.parametrize("rows", [4, 16])
+def test_many_outputs_in_bfloat16(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warp's turns are then a loop, not all under way at once. This changes nothing for an output."""
+    case = make(Shape(40, 1024), [Run(SLOT, 0, rows)], BF16)
+    at_once = product_of(case)
+    monkeypatch.setattr(rows_direct_floats_triton, "MANY_PROGRAMS", 1)
+    assert FloatsConfig.of(1024, 16, 3, added=False, divided=False) == FloatsConfig(4, 4, 4, 4)
+    assert torch.equal(product_of(case), at_once)
 
 
 @pytest.mark.parametrize(("k", "rows"), [(2176, 4), (4224, 9)])
-def test_some_outputs_in_bfloat16(k: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program has four warps, not eight. The sums of the warps then differ in their last bits."""
+def test_programs_of_four_warps_in_bfloat16(k: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many turns are under way changes nothing for an output. The sums of four warps differ from those of eight in their
+    last bits."""
     case = make(Shape(40, k), [Run(SLOT, 0, rows)], BF16)
     eight = product_of(case)
-    monkeypatch.setattr(rows_direct_floats_triton, "SOME_OUTPUTS", 40)
-    assert rows_direct_floats_triton.FloatsConfig.of(k, 16, 40, added=False, divided=False).warps == 4
-    assert torch.allclose(product_of(case), eight, rtol=0, atol=1e-5)
+    monkeypatch.setattr(rows_direct_floats_triton, "FEW_PROGRAMS", 1)
+    assert FloatsConfig.of(k, 16, 3, added=False, divided=False) == FloatsConfig(4, 8, 4, 2)
+    far_ahead = product_of(case)
+    monkeypatch.setattr(rows_direct_floats_triton, "SOME_PROGRAMS", 1)
+    assert FloatsConfig.of(k, 16, 3, added=False, divided=False) == FloatsConfig(4, 4, 4, 4)
+    assert torch.equal(product_of(case), far_ahead)
+    assert torch.allclose(far_ahead, eight, rtol=0, atol=1e-5)
 
 
 def test_tiles_of_both_sizes_agree() -> None:
