@@ -26,6 +26,7 @@ from .rows_grouped_triton import load_block_scales, of_group
 from .rows_prepare_triton import signed_bytes
 from .rows_tiles_triton import BLOCK, INTERPRETED, ROUNDING_BITS, UNPACK, joined_planes
 from .step_fixed_point_triton import ROUNDING
+from .step_tiles_triton import hold_loads
 
 SPAN = tl.constexpr(32)
 # Masks of the upper four bits of four bytes, and of their upper bit.
@@ -63,6 +64,7 @@ def direct_integers_rows_early(
     WARPS: tl.constexpr,
     BLOCKS: tl.constexpr,
     AHEAD: tl.constexpr,
+    FENCE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Write out [R, N], R <= COLUMNS: the product of rows in fixed point with a weight, and the operations behind it.
@@ -76,6 +78,7 @@ def direct_integers_rows_early(
         CHANNELS: outputs that are convolved with TAPS taps, the first ones; see `store_direct`. 0: none is.
         BLOCKS: blocks of a turn for each warp: 1, or, in groups of 32, 2.
         AHEAD: turns whose weights are loaded before the wait, and later before those ahead of them are multiplied.
+        FENCE: whether a fence in each turn of a loop holds loads ahead of the products.
     """
     OUTPUTS: tl.constexpr = ROWS // 2 if SWIGLU else ROWS
     TURNS: tl.constexpr = (K // (BLOCKS * BLOCK) + WARPS - 1) // WARPS
@@ -128,6 +131,8 @@ def direct_integers_rows_early(
             )
             loaded = load_inputs(planes_ptr, factors_ptr, rows, turn + AHEAD, K, COLUMNS, WARPS, BLOCKS)
             tiles, inputs = tiles + (tile,), inputs + (loaded,)  # type: ignore[assignment]  # noqa: RUF005
+            if FENCE:
+                hold_loads()
             first_tile = with_scales(tiles[0], scales, minima, turn)  # type: ignore[misc]
             sums = add_turn(sums, first_tile, inputs[0], GROUP, BITS, MINIMUM, SCALE, COLUMNS)  # type: ignore[misc]
             tiles, inputs = tiles[1:], inputs[1:]

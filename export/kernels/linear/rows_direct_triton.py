@@ -40,8 +40,11 @@ from .step_triton import bits_of
 LENGTH = STRETCH.value * BLOCK.value
 # Rows of gates per program.
 GATE_ROWS = 4
-# A warp of a product with other integers has all its blocks under way if they are few and all programs have room at once.
+# A warp of a product with other integers, but in groups of 32, has all its blocks under way if they are few and all programs
+# have room at once.
 MOST_BLOCKS, H100_REGISTERS = 8, 132 * 65536
+# The most programs that have a fence in each turn: as many as have room at once.
+FENCED_PROGRAMS = 4 * 132
 # The most rows of a small weight.
 SMALL = 4096
 # Blocks of a row that a program prepares where there is no norm.
@@ -128,8 +131,8 @@ def _norm_linear_conv(
 
 @dataclass(frozen=True)
 class IntegersConfig:
-    """Configuration of a product with integer weights: how many warps divide K, how many blocks each has of a turn, and how
-    many turns are under way.
+    """Configuration of a product with integer weights: how many warps divide K, how many blocks each has of a turn, how many
+    turns are under way, and whether a fence in each turn holds loads ahead of products.
 
     Microseconds of gate and up, 28,672 x 4,096 with SwiGLU, and of down, 4,096 x 14,336, among a layer's kernels in groups of
     32, with scales loaded in each turn (of one block or two, as was faster) | by stretches (one H200, 2026-11-28):
@@ -138,11 +141,23 @@ class IntegersConfig:
         int4      27.0 | 21.3                 27.6 | 29.1    16.1 | 13.5     16.8 | 15.8
         int4_min  30.1 | 27.7                 37.7 | 36.1    15.4 | 20.7     20.8 | 25.8
         int8      39.2 | 36.2                 40.2 | 39.5    19.4 | 19.9     23.2 | 21.4
+
+    The same of qkv, 6,144 x 4,096, and of o, 4,096 x 4,096, in a chain, with all blocks under way (where they have room) | by
+    stretches | with a fence (one H200, 2026-11-30):
+
+                  up to 4 rows             up to 8
+        int4      19.1 | 18.1 | 17.4       21.5 | 19.4 | 18.6
+        int4_min  20.9 | 19.7 | 18.9       23.9 | 23.2 | 23.1
+        int8      23.3 | 22.2 | 22.1       25.0 | 23.5 | 22.9
+
+    But gate and up have so many programs that they do without: the fence takes registers, and then 25.8 and 29.8 us in int4,
+    not 23.2 and 29.0.
     """
 
     warps: int
     blocks: int
     ahead: int
+    fence: bool = False
 
     @classmethod
     def of(cls, weight: Weight, columns: int, programs: int) -> IntegersConfig:
@@ -151,15 +166,15 @@ class IntegersConfig:
         two = blocks % 2 == 0 and weight.group_size == 32
         warps = MAX_WARPS // 2
         turns = triton.cdiv(blocks, warps)
-        # A lane's registers with all blocks under way: words, scales and minima.
-        registers = 60 + turns * (2 * bits + (8 if minima else 4))
-        if turns <= MOST_BLOCKS and programs * 32 * warps * registers <= H100_REGISTERS:
-            return cls(warps, 1, turns)
         long = turns > MOST_BLOCKS
-        warps = MAX_WARPS if long else warps
         # The scales of a long stretch, and its minima, take registers that other programs need.
         if two and not (long and minima):
-            return cls(warps, 2, 1)
+            return cls(MAX_WARPS if long else warps, 2, 1, fence=not long and programs <= FENCED_PROGRAMS)
+        # A lane's registers with all blocks under way: words, scales and minima.
+        registers = 60 + turns * (2 * bits + (8 if minima else 4))
+        if not long and programs * 32 * warps * registers <= H100_REGISTERS:
+            return cls(warps, 1, turns)
+        warps = MAX_WARPS if long else warps
         if columns == FOUR_ROWS:
             return cls(warps, 1, 3 if long else 2)
         # Two turns of rows with minima take 164 registers, one takes 96.
@@ -345,6 +360,7 @@ class DirectProduct:
                 WARPS=config.warps,
                 BLOCKS=config.blocks,
                 AHEAD=config.ahead,
+                FENCE=config.fence,
                 num_warps=config.warps,
                 **constants,
             )
