@@ -80,6 +80,7 @@ SHARED_MEMORY = {
     "delta_rows": 43,
     "delta_step": 0,
     "direct_integers_rows": 7,
+    "direct_long_floats_rows": 28,
     "direct_rows": 7,
     "direct_unpacked_rows": 0,
     "experts_down": 0,

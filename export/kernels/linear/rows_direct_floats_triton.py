@@ -75,7 +75,7 @@ class FloatsConfig:
         warps: warps, which divide K.
         ahead: turns whose weights a warp loads ahead.
         inputs: turns whose inputs a warp loads ahead.
-        fence: turns whose loads stand ahead of one fence; 0: none does.
+        fence: turns whose loads stand ahead of one fence, in a loop; 0: the turns are a list.
     """
 
     warps: int
@@ -93,9 +93,9 @@ class FloatsConfig:
         """
         warps = float_warps(k) if divided or programs < FEW_PROGRAMS else MAX_WARPS // 2
         turns = triton.cdiv(k // TURN.value, warps)
-        if turns <= ALL_AHEAD and programs < MANY_PROGRAMS:
+        if turns <= (AHEAD if programs >= MANY_PROGRAMS else ALL_AHEAD):
             held = turns <= (ALL_AHEAD if columns == STEP_ROWS else FAR_AHEAD if added else 0)
-            return cls(warps, turns, turns if held else 1, turns if held else 0)
+            return cls(warps, turns, turns if held else 1, 0)
         if divided:
             return cls(warps, FAR_AHEAD, 1, 0)
         if FEW_PROGRAMS <= programs <= SOME_PROGRAMS:
@@ -131,21 +131,20 @@ def direct_floats_rows_early(
     COLUMNS: tl.constexpr,
     WARPS: tl.constexpr,
     AHEAD: tl.constexpr,
-    INPUTS: tl.constexpr,
-    FENCE: tl.constexpr,
+    HOLD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Write out [R, N], R <= COLUMNS: the product of x [R, K] with a weight, and the operations behind it.
 
-    A program has ROWS weight rows; with SWIGLU, ROWS / 2 gate rows and the up rows N rows behind these.
+    A program has ROWS weight rows; with SWIGLU, ROWS / 2 gate rows and the up rows N rows behind these. Its turns are a list.
 
     Args:
         PREPARED: whether x is [K / TURN, COLUMNS, TURN], with anything in the columns behind the last row.
         HEADS: number of heads of a row, which are divided by their root mean squares; 0: x has no heads. See `load_factors`.
         PARTS: number of parts of a head's sum of squares.
         CHANNELS: outputs that are convolved with TAPS taps, the first ones; see `store_direct`. 0: none is.
-        AHEAD, INPUTS: turns whose weights and inputs are under way. The weights of AHEAD turns are loaded before the wait.
-        FENCE: turns whose loads stand ahead of one fence, which divides AHEAD; 0: the compiler orders loads.
+        AHEAD: turns whose weights are loaded before the wait, and later before those ahead of them are multiplied.
+        HOLD: whether the inputs of all turns are under way at once.
     """
     OUTPUTS: tl.constexpr = ROWS // 2 if SWIGLU else ROWS
     TURNS: tl.constexpr = (K // TURN + WARPS - 1) // WARPS
@@ -154,9 +153,7 @@ def direct_floats_rows_early(
     first = tl.program_id(0) * OUTPUTS
     row = tl.arange(0, COLUMNS)
     output = first + tl.arange(0, OUTPUTS)
-    line = tl.arange(0, ROWS // 8)[None, None, :, None] * 8 + tl.arange(0, 8)[:, None, None, None]
-    line = stored_lines(line, first, N, SWIGLU, ROWS)
-    of_weight = weight_ptr + first.to(tl.int64) * K + line * K
+    of_weight = lines_of(weight_ptr, first, N, K, SWIGLU, ROWS)
     tiles = ()
     for turn in tl.static_range(min(AHEAD, TURNS)):
         tiles = tiles + (load_turn(of_weight, turn, K, WARPS),)  # type: ignore[assignment]  # noqa: RUF005
@@ -175,34 +172,20 @@ def direct_floats_rows_early(
     of_x = x_ptr + column * (TURN if PREPARED else K)
     APART: tl.constexpr = COLUMNS * TURN if PREPARED else TURN
     inputs = ()
-    for turn in tl.static_range(INPUTS):
+    for turn in tl.static_range(TURNS if HOLD else 1):
         inputs = inputs + (load_turn(of_x, turn, K, WARPS, APART, column < rows),)  # type: ignore[assignment]  # noqa: RUF005
-    if FENCE > 0:
+    if HOLD:
         hold_loads()
     sums = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)
     products = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)
-    # A list of 112 turns takes 19 s to compile. The last turns are one, and those whose heads are divided.
-    LOOPED: tl.constexpr = 0 if HEADS > 0 else (TURNS - AHEAD) // AHEAD * AHEAD
-    if LOOPED > 0:
-        for start in tl.range(0, LOOPED, AHEAD, num_stages=1):
-            for turn in tl.static_range(AHEAD):
-                loaded = load_turn(of_x, start + turn + INPUTS, K, WARPS, APART, column < rows)
-                tile = load_turn(of_weight, start + turn + AHEAD, K, WARPS)
-                inputs, tiles = inputs + (loaded,), tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005
-                if FENCE > 0 and (turn + 1) % FENCE == 0:
-                    hold_loads()
-                products = multiply(tiles[0], inputs[0], products)  # type: ignore[misc]
-                inputs, tiles = inputs[1:], tiles[1:]
-    for turn in tl.static_range(LOOPED, TURNS):
-        if turn + INPUTS < TURNS:
-            loaded = load_turn(of_x, turn + INPUTS, K, WARPS, APART, column < rows)
-            inputs = inputs + (loaded,)  # type: ignore[assignment]  # noqa: RUF005
+    for turn in tl.static_range(TURNS):
+        if not HOLD and turn + 1 < TURNS:
+            inputs = inputs + (load_turn(of_x, turn + 1, K, WARPS, APART, column < rows),)  # type: ignore[assignment]  # noqa: RUF005
+        weights = tiles[0]  # type: ignore[misc]
+        tiles = tiles[1:]
         if turn + AHEAD < TURNS:
             tiles = tiles + (load_turn(of_weight, turn + AHEAD, K, WARPS),)  # type: ignore[assignment]  # noqa: RUF005
-        if FENCE > 0 and turn + INPUTS < TURNS and (turn + 1) % FENCE == 0:
-            hold_loads()
-        products = multiply(tiles[0], inputs[0], products)  # type: ignore[misc]
-        inputs, tiles = inputs[1:], tiles[1:]
+        products = multiply(weights, inputs[turn], products)
         if HEADS > 0 and (turn + 1) // BLOCK_TURNS > turn // BLOCK_TURNS:
             sums += products * factors[turn // BLOCK_TURNS][:, None, :]
             products = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)
@@ -210,6 +193,99 @@ def direct_floats_rows_early(
         tl.sum(sums if HEADS > 0 else products, 0), bias_ptr, residual_ptr, state_ptr, slots_ptr, out_ptr, taps, past, slot,
         offset, output, row, rows, N, BIAS, RESIDUAL, SWIGLU, CHANNELS, TAPS,
     )  # fmt: skip
+
+
+@triton.jit
+def direct_long_floats_rows_early(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    residual_ptr,
+    conv_ptr,
+    state_ptr,
+    positions_ptr,
+    slots_ptr,
+    out_ptr,
+    rows,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    PREPARED: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WARPS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    INPUTS: tl.constexpr,
+    FENCE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """As `direct_floats_rows_early`, without heads. The turns are a loop: a list of 112 takes 19 s to compile.
+
+    Args:
+        AHEAD, INPUTS: turns whose weights and inputs are under way. The weights of AHEAD turns are loaded before the wait.
+        FENCE: turns whose loads stand ahead of one fence, which divides AHEAD.
+    """
+    OUTPUTS: tl.constexpr = ROWS // 2 if SWIGLU else ROWS
+    TURNS: tl.constexpr = (K // TURN + WARPS - 1) // WARPS
+    start_next(EARLY)
+    rows = tl.cast(rows, tl.int32)
+    first = tl.program_id(0) * OUTPUTS
+    row = tl.arange(0, COLUMNS)
+    output = first + tl.arange(0, OUTPUTS)
+    of_weight = lines_of(weight_ptr, first, N, K, SWIGLU, ROWS)
+    tiles = ()
+    for turn in tl.static_range(AHEAD):
+        tiles = tiles + (load_turn(of_weight, turn, K, WARPS),)  # type: ignore[assignment]  # noqa: RUF005
+    taps, past, slot, offset = (), (), row, row
+    if CHANNELS > 0:
+        slot = tl.load(slots_ptr + row, mask=row < rows, other=-2)
+        offset = offset_in_run(slots_ptr, slot, row, rows)
+        taps = load_taps(conv_ptr, output, CHANNELS, TAPS)
+        past = load_past(state_ptr, positions_ptr, slot, offset, output, row, rows, CHANNELS, TAPS)
+    wait_for_previous(EARLY)
+    column = tl.arange(0, COLUMNS // 8)[None, None, :, None] * 8 + tl.arange(0, 8)[:, None, None, None]
+    of_x = x_ptr + column * (TURN if PREPARED else K)
+    APART: tl.constexpr = COLUMNS * TURN if PREPARED else TURN
+    inputs = ()
+    for turn in tl.static_range(INPUTS):
+        inputs = inputs + (load_turn(of_x, turn, K, WARPS, APART, column < rows),)  # type: ignore[assignment]  # noqa: RUF005
+    hold_loads()
+    sums = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)
+    LOOPED: tl.constexpr = (TURNS - AHEAD) // AHEAD * AHEAD
+    for start in tl.range(0, LOOPED, AHEAD, num_stages=1):
+        for turn in tl.static_range(AHEAD):
+            loaded = load_turn(of_x, start + turn + INPUTS, K, WARPS, APART, column < rows)
+            tile = load_turn(of_weight, start + turn + AHEAD, K, WARPS)
+            inputs, tiles = inputs + (loaded,), tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005
+            if (turn + 1) % FENCE == 0:
+                hold_loads()
+            sums = multiply(tiles[0], inputs[0], sums)  # type: ignore[misc]
+            inputs, tiles = inputs[1:], tiles[1:]
+    for turn in tl.static_range(LOOPED, TURNS):
+        if turn + INPUTS < TURNS:
+            loaded = load_turn(of_x, turn + INPUTS, K, WARPS, APART, column < rows)
+            inputs = inputs + (loaded,)  # type: ignore[assignment]  # noqa: RUF005
+        if turn + AHEAD < TURNS:
+            tiles = tiles + (load_turn(of_weight, turn + AHEAD, K, WARPS),)  # type: ignore[assignment]  # noqa: RUF005
+        if turn + INPUTS < TURNS and (turn + 1) % FENCE == 0:
+            hold_loads()
+        sums = multiply(tiles[0], inputs[0], sums)  # type: ignore[misc]
+        inputs, tiles = inputs[1:], tiles[1:]
+    store_direct(
+        tl.sum(sums, 0), bias_ptr, residual_ptr, state_ptr, slots_ptr, out_ptr, taps, past, slot, offset, output, row, rows,
+        N, BIAS, RESIDUAL, SWIGLU, CHANNELS, TAPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def lines_of(weight_ptr, first, N: tl.constexpr, K: tl.constexpr, SWIGLU: tl.constexpr, ROWS: tl.constexpr):
+    """Pointers [8, 1, ROWS / 8, 1] to the first elements of a program's weight rows."""
+    line = tl.arange(0, ROWS // 8)[None, None, :, None] * 8 + tl.arange(0, 8)[:, None, None, None]
+    return weight_ptr + first.to(tl.int64) * K + stored_lines(line, first, N, SWIGLU, ROWS) * K
 
 
 @triton.jit

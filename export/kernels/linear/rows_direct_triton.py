@@ -26,7 +26,13 @@ from ostinato.export.kernels.early_start_triton import start_next
 from ostinato.export.kernels.launch import at_most, launcher, pointers, starts_early
 from ostinato.export.kernels.operands import FEW_ROWS, FOUR_ROWS, STEP_ROWS, Convolution, Norm, RowIndex, Weight
 
-from .rows_direct_floats_triton import TURN, FloatsConfig, direct_floats_rows_early, float_warps
+from .rows_direct_floats_triton import (
+    TURN,
+    FloatsConfig,
+    direct_floats_rows_early,
+    direct_long_floats_rows_early,
+    float_warps,
+)
 from .rows_direct_int4_triton import STRETCH, direct_rows_early
 from .rows_direct_integers_triton import direct_integers_rows_early, store_operands
 from .rows_direct_store_triton import MAX_WARPS, TILE
@@ -316,23 +322,33 @@ class DirectProduct:
         if self.floats:
             programs = self._programs(TILE)
             floats = FloatsConfig.of(k, columns, programs, self.residual is not None, heads > 0)
-            launcher(direct_floats_rows_early)[(programs,)](
-                *pointers(prepared[0], squares, weight.values, *optional),
-                out,
-                rows,
-                EPS=eps,
-                PREPARED=prepared[0].dim() == 3,
-                HEADS=heads,
-                PARTS=0 if squares is None else squares.shape[1],
-                ROWS=TILE,
-                COLUMNS=columns,
-                WARPS=floats.warps,
-                AHEAD=floats.ahead,
-                INPUTS=floats.inputs,
-                FENCE=floats.fence,
-                num_warps=floats.warps,
-                **constants,
-            )
+            constants |= {"PREPARED": prepared[0].dim() == 3, "WARPS": floats.warps, "AHEAD": floats.ahead}
+            if floats.fence:
+                launcher(direct_long_floats_rows_early)[(programs,)](
+                    *pointers(prepared[0], weight.values, *optional),
+                    out,
+                    rows,
+                    ROWS=TILE,
+                    COLUMNS=columns,
+                    INPUTS=floats.inputs,
+                    FENCE=floats.fence,
+                    num_warps=floats.warps,
+                    **constants,
+                )
+            else:
+                launcher(direct_floats_rows_early)[(programs,)](
+                    *pointers(prepared[0], squares, weight.values, *optional),
+                    out,
+                    rows,
+                    EPS=eps,
+                    HEADS=heads,
+                    PARTS=0 if squares is None else squares.shape[1],
+                    ROWS=TILE,
+                    COLUMNS=columns,
+                    HOLD=floats.inputs > 1,
+                    num_warps=floats.warps,
+                    **constants,
+                )
         elif self._stretches:
             tile = 2 * TILE if self.outputs > 4096 else TILE
             warps = warps_for(k)

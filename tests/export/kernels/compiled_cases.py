@@ -302,7 +302,8 @@ GROUPS = {
         analysed=((90, BF16),),
         written={
             "prepare_direct_rows_early": ["gated_ptr normed_ptr", "normed_ptr"],
-            "direct_floats_rows_early": ["out_ptr", "out_ptr state_ptr"],
+            "direct_floats_rows_early": ["out_ptr"],
+            "direct_long_floats_rows_early": ["out_ptr", "out_ptr state_ptr"],
         },
         complete=(80, 89, 90),
     ),
