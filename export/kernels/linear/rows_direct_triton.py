@@ -46,8 +46,7 @@ from .step_triton import bits_of
 LENGTH = STRETCH.value * BLOCK.value
 # Rows of gates per program.
 GATE_ROWS = 4
-# A warp of a product with other integers, but in groups of 32, has all its blocks under way if they are few and all programs
-# have room at once.
+# A warp of a product with other integers may have all its blocks under way if they are few and all programs have room.
 MOST_BLOCKS, H100_REGISTERS = 8, 132 * 65536
 # The most programs that have a fence in each turn: as many as have room at once.
 FENCED_PROGRAMS = 4 * 132
@@ -148,16 +147,16 @@ class IntegersConfig:
         int4_min  30.1 | 27.7                 37.7 | 36.1    15.4 | 20.7     20.8 | 25.8
         int8      39.2 | 36.2                 40.2 | 39.5    19.4 | 19.9     23.2 | 21.4
 
-    The same of qkv, 6,144 x 4,096, and of o, 4,096 x 4,096, in a chain, with all blocks under way (where they have room) | by
-    stretches | with a fence (one H200, 2026-11-30):
+    A layer with attention, its qkv and o with all blocks under way (where these have room) | by stretches with a fence (one
+    H200, 2026-11-30):
 
-                  up to 4 rows             up to 8
-        int4      19.1 | 18.1 | 17.4       21.5 | 19.4 | 18.6
-        int4_min  20.9 | 19.7 | 18.9       23.9 | 23.2 | 23.1
-        int8      23.3 | 22.2 | 22.1       25.0 | 23.5 | 22.9
+                  up to 4 rows     up to 8
+        int4      52.7 | 53.7      65.2 | 64.2
+        int4_min  64.1 | 63.6      82.4 | 81.5
+        int8      77.4 | 76.6      85.8 | 84.2
 
-    But gate and up have so many programs that they do without: the fence takes registers, and then 25.8 and 29.8 us in int4,
-    not 23.2 and 29.0.
+    Gate and up have so many programs that they do without: a fence takes registers, and then 25.8 and 29.8 us in int4, not
+    23.2 and 29.0.
     """
 
     warps: int
@@ -173,13 +172,14 @@ class IntegersConfig:
         warps = MAX_WARPS // 2
         turns = triton.cdiv(blocks, warps)
         long = turns > MOST_BLOCKS
+        at_once = not two or (columns == FOUR_ROWS and bits == 4 and not minima)
+        # A lane's registers with all blocks under way: words, scales and minima.
+        registers = 60 + turns * (2 * bits + (8 if minima else 4))
+        if at_once and not long and programs * 32 * warps * registers <= H100_REGISTERS:
+            return cls(warps, 1, turns)
         # The scales of a long stretch, and its minima, take registers that other programs need.
         if two and not (long and minima):
             return cls(MAX_WARPS if long else warps, 2, 1, fence=not long and programs <= FENCED_PROGRAMS)
-        # A lane's registers with all blocks under way: words, scales and minima.
-        registers = 60 + turns * (2 * bits + (8 if minima else 4))
-        if not long and programs * 32 * warps * registers <= H100_REGISTERS:
-            return cls(warps, 1, turns)
         warps = MAX_WARPS if long else warps
         if columns == FOUR_ROWS:
             return cls(warps, 1, 3 if long else 2)
