@@ -2,9 +2,9 @@
 """Up to FEW_ROWS rows in bfloat16 times weights in bfloat16: from memory directly into operands of `mma`.
 
 As `rows_direct_int4_triton`: a program has some weight rows, and its warps divide K. A *turn* is 64 bytes of each row, for
-each warp. The weights of the first turns are loaded before the wait, and the others while the products are made. Few turns are
-a list (`direct_floats_rows_early`), more are a loop (`direct_long_floats_rows_early`). The sums of the warps are added in one
-order, and no row sees another.
+each warp. The weights of the first turns are loaded before the wait, and the others while the products are made. Few turns
+are a list (`direct_floats_rows_early`), more are a loop (`direct_long_floats_rows_early`). The sums of the warps are added in
+one order, and no row sees another.
 """
 
 from __future__ import annotations
