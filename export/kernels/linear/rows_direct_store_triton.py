@@ -3,7 +3,8 @@
 
 A program has all rows of its outputs, so the short convolution of a delta-net stands behind the product too. A row's inputs
 are its own product and those of TAPS - 1 tokens before it: of rows before it in its run, else of the slot's state. `slot` is
-the slot of each row, -2 behind the last; `offset` is how many rows of its run stand before it.
+the slot of each row, -2 behind the last; `offset` is how many rows of its run stand before it. Each kernel loads them itself:
+if one function returned them together, torch's analysis would take all that they are loaded from for written.
 """
 
 from __future__ import annotations

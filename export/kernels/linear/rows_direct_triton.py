@@ -172,6 +172,7 @@ class IntegersConfig:
         warps = MAX_WARPS // 2
         turns = triton.cdiv(blocks, warps)
         long = turns > MOST_BLOCKS
+        warps = MAX_WARPS if long else warps
         at_once = not two or (columns == FOUR_ROWS and bits == 4 and not minima)
         # A lane's registers with all blocks under way: words, scales and minima.
         registers = 60 + turns * (2 * bits + (8 if minima else 4))
@@ -179,8 +180,7 @@ class IntegersConfig:
             return cls(warps, 1, turns)
         # The scales of a long stretch, and its minima, take registers that other programs need.
         if two and not (long and minima):
-            return cls(MAX_WARPS if long else warps, 2, 1, fence=not long and programs <= FENCED_PROGRAMS)
-        warps = MAX_WARPS if long else warps
+            return cls(warps, 2, 1, fence=not long and programs <= FENCED_PROGRAMS)
         if columns == FOUR_ROWS:
             return cls(warps, 1, 3 if long else 2)
         # Two turns of rows with minima take 164 registers, one takes 96.
@@ -322,17 +322,21 @@ class DirectProduct:
         if self.floats:
             programs = self._programs(TILE)
             floats = FloatsConfig.of(k, columns, programs, self.residual is not None, heads > 0)
-            constants |= {"PREPARED": prepared[0].dim() == 3, "WARPS": floats.warps, "AHEAD": floats.ahead}
+            constants |= {
+                "PREPARED": prepared[0].dim() == 3,
+                "ROWS": TILE,
+                "COLUMNS": columns,
+                "WARPS": floats.warps,
+                "AHEAD": floats.ahead,
+                "num_warps": floats.warps,
+            }
             if floats.fence:
                 launcher(direct_long_floats_rows_early)[(programs,)](
                     *pointers(prepared[0], weight.values, *optional),
                     out,
                     rows,
-                    ROWS=TILE,
-                    COLUMNS=columns,
                     INPUTS=floats.inputs,
                     FENCE=floats.fence,
-                    num_warps=floats.warps,
                     **constants,
                 )
             else:
@@ -343,10 +347,7 @@ class DirectProduct:
                     EPS=eps,
                     HEADS=heads,
                     PARTS=0 if squares is None else squares.shape[1],
-                    ROWS=TILE,
-                    COLUMNS=columns,
                     HOLD=floats.inputs > 1,
-                    num_warps=floats.warps,
                     **constants,
                 )
         elif self._stretches:
