@@ -45,6 +45,7 @@ from kernel_timing import Timing, check, copies_of, time_case
 
 from ostinato.delegate.errors import OptionError, OstinatoError, first_line
 from ostinato.delegate.memory import size_text
+from ostinato.export.compile.inductor_internals import choose_ptxas
 from ostinato.export.kernels.operands import MAX_ROWS
 from ostinato.runner.bench.device import copy_speed, device_name
 from ostinato.runner.bench.tables import Side, table
@@ -95,6 +96,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except OstinatoError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    choose_ptxas()
     speed = copy_speed(torch.device("cuda")).bytes_per_second
     found: list[Measurement] = []
     totals: list[Total] = []

@@ -35,6 +35,7 @@ from kernel_cases import layer_cases
 
 from ostinato.delegate.errors import OptionError, OstinatoError
 from ostinato.delegate.graphs.nodes import inspect_graph, start_early
+from ostinato.export.compile.inductor_internals import choose_ptxas
 from ostinato.runner.bench.device import copy_speed
 from ostinato.runner.bench.tables import Side, table
 
@@ -59,6 +60,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except OstinatoError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    choose_ptxas()
     speed = copy_speed(torch.device("cuda")).bytes_per_second
     for rows in arguments.rows:
         for kind, cases in layer_cases(shapes, arguments.depth, rows).items():

@@ -410,6 +410,16 @@ def inductor_settings() -> str:
     return repr((variables, sorted(changed)))
 
 
+def choose_ptxas() -> None:
+    """Have Triton assemble this process's kernels by the same ptxas as an export's, so that a benchmark times the same code.
+
+    Needs `_set_triton_ptxas_path` in `torch._inductor.runtime.compile_tasks`: Inductor takes a ptxas that torch's build brings
+    (CUDA 13.0's, with torch 2.11), and Triton by itself takes its own (12.8's). Without this a fence that one of them makes
+    wait for all loads is timed as if it did not.
+    """
+    import_module("torch._inductor.runtime.compile_tasks")._set_triton_ptxas_path()
+
+
 def is_reserved_name(name: str) -> bool:
     """Whether Inductor takes a kernel's argument of this name for its own, and leaves it out of the generated code.
 

@@ -204,6 +204,23 @@ def test_inductor_settings_in_the_environment(name: str) -> None:
     assert there == settings_elsewhere("torch._inductor.config", **{name: "1"}) != settings_elsewhere()
 
 
+def test_choose_ptxas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton gets the ptxas that stands beside torch's own code, in the one or the other place, depending on the version."""
+    compile_tasks = pytest.importorskip("torch._inductor.runtime.compile_tasks")
+    tools = [tmp_path / "torch" / folder / "ptxas" for folder in ("bin", "_inductor/bin")]
+    for tool in tools:
+        tool.parent.mkdir(parents=True)
+        tool.touch(mode=0o755)
+    monkeypatch.setattr(compile_tasks, "__file__", str(tmp_path / "torch" / "_inductor" / "runtime" / "compile_tasks.py"))
+    # Deleted for the test, and as it was behind it.
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "")
+    monkeypatch.delenv("TRITON_PTXAS_PATH")
+    compile_tasks._set_triton_ptxas_path.cache_clear()
+    inductor_internals.choose_ptxas()
+    compile_tasks._set_triton_ptxas_path.cache_clear()
+    assert os.environ["TRITON_PTXAS_PATH"] in map(str, tools)
+
+
 def test_is_reserved_name() -> None:
     """The rule for reserved names is in the source of Inductor's wrapper, in the form that is repeated here."""
     from torch._inductor.codegen import wrapper

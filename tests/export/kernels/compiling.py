@@ -34,6 +34,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ostinato.export import kernels
+from ostinato.export.compile.inductor_internals import choose_ptxas
 from ostinato.export.compile.torch_internals import early_kernels_analysed_as_pure, failed_analyses_raised
 from ostinato.export.kernels import launch
 
@@ -110,6 +111,7 @@ class Compiled:
         max_shared: bytes of shared memory that the GPU can give a block.
         spilled: bytes per thread that do not fit its registers.
         programs: number of its programs for which a multiprocessor has registers and shared memory.
+        waits: number of fences within a program behind which it waits for all loads under way.
         constants: its constants by name.
     """
 
@@ -120,6 +122,7 @@ class Compiled:
     max_shared: int
     spilled: int
     programs: int
+    waits: int
     constants: dict[str, Any]
 
 
@@ -203,23 +206,40 @@ def compile_for(launched: Launch, kernel: Any, dtype: torch.dtype, capability: i
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launched.options)
     binary = folder / "cubin"
     binary.write_bytes(compiled.asm["cubin"])
-    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(binary)]
-    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    ((registers, stack),) = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
+    ((registers, stack),) = re.findall(r"REG:(\d+) STACK:(\d+)", dumped(binary, "-res-usage"))
+    waits = waits_behind_fences(dumped(binary, "-sass")) if "fence" in compiled.asm["ptx"] else 0
     shared, max_shared = compiled.metadata.shared, SHARED[capability]
     # A thread gets registers by eights. A block takes 1 KB of shared memory for itself, which `max_shared` leaves out once.
     block_registers = -(-int(registers) // 8) * 8 * 32 * launched.options["num_warps"]
     programs = min(REGISTERS // block_registers, (max_shared + 1024) // (shared + 1024))
     constants = launched.constants
-    return Compiled(launched.name, TYPES[dtype], capability, shared, max_shared, int(stack), programs, constants)
+    return Compiled(launched.name, TYPES[dtype], capability, shared, max_shared, int(stack), programs, waits, constants)
+
+
+def dumped(binary: Path, option: str) -> str:
+    """What cuobjdump prints of a binary."""
+    command = [triton.knobs.nvidia.cuobjdump.path, option, str(binary)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def waits_behind_fences(assembly: str) -> int:
+    """Number of fences of a block in `cuobjdump -sass` behind which the next instruction waits for all loads under way.
+
+    An instruction is 128 bits in two comments, the upper half in the second. Bits 116 to 121 are the barriers that it waits
+    for (Jia et al., "Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking", 2018).
+    """
+    instructions = re.findall(r"\*/ +([^;]*);.*\n.*/\* (0x[0-9a-f]{16}) \*/", assembly)
+    pairs = zip(instructions, instructions[1:], strict=False)
+    return sum("MEMBAR" in name and ".CTA" in name and int(upper, 16) >> 52 & 63 == 63 for (name, _), (_, upper) in pairs)
 
 
 def compile_all(launches: Iterable[tuple[int, torch.dtype, Launch]]) -> list[Compiled]:
-    """Compile each code once.
+    """Compile each code once, by the ptxas of an export on this machine.
 
     Args:
         launches: (compute capability, the model's dtype, launch) each.
     """
+    choose_ptxas()
     different = {(capability, dtype, one.key): one for capability, dtype, one in launches}
     generated: dict[str, Any] = {}
     compiled = []

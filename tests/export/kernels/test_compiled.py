@@ -99,6 +99,12 @@ def test_nothing_more_spills(group: Group, report: Report) -> None:
     assert [one for one in report.compiled if one.spilled > limits.get((one.kernel, one.dtype), 0)] == []
 
 
+@every_compiled_group
+def test_no_fence_waits_for_loads(report: Report) -> None:
+    """It is there so that they stay under way."""
+    assert [one for one in report.compiled if one.waits] == []
+
+
 @every_group
 def test_exactly_the_outputs_are_written(group: Group, report: Report) -> None:
     """As Inductor sees it: an argument that it takes for written, it copies and keeps in order."""
