@@ -413,9 +413,9 @@ def inductor_settings() -> str:
 def choose_ptxas() -> None:
     """Have Triton assemble this process's kernels by the same ptxas as an export's, so that a benchmark times the same code.
 
-    Needs `_set_triton_ptxas_path` in `torch._inductor.runtime.compile_tasks`: Inductor takes a ptxas that torch's build brings
-    (CUDA 13.0's, with torch 2.11), and Triton by itself takes its own (12.8's). Without this a fence that one of them makes
-    wait for all loads is timed as if it did not.
+    Needs `_set_triton_ptxas_path` in `torch._inductor.runtime.compile_tasks`: Inductor takes a ptxas that a build of torch
+    brings (CUDA 13.0's, with torch 2.11), and Triton by itself takes its own (12.8's). Without this a fence that one of them
+    makes wait for all loads is timed as if it did not.
     """
     import_module("torch._inductor.runtime.compile_tasks")._set_triton_ptxas_path()
 

@@ -211,7 +211,9 @@ def test_choose_ptxas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for tool in tools:
         tool.parent.mkdir(parents=True)
         tool.touch(mode=0o755)
-    monkeypatch.setattr(compile_tasks, "__file__", str(tmp_path / "torch" / "_inductor" / "runtime" / "compile_tasks.py"))
+    monkeypatch.setattr(
+        compile_tasks, "__file__", str(tmp_path / "torch" / "_inductor" / "runtime" / "compile_tasks.py")
+    )
     # Deleted for the test, and as it was behind it.
     monkeypatch.setenv("TRITON_PTXAS_PATH", "")
     monkeypatch.delenv("TRITON_PTXAS_PATH")

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -229,8 +230,10 @@ def waits_behind_fences(assembly: str) -> int:
     for (Jia et al., "Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking", 2018).
     """
     instructions = re.findall(r"\*/ +([^;]*);.*\n.*/\* (0x[0-9a-f]{16}) \*/", assembly)
-    pairs = zip(instructions, instructions[1:], strict=False)
-    return sum("MEMBAR" in name and ".CTA" in name and int(upper, 16) >> 52 & 63 == 63 for (name, _), (_, upper) in pairs)
+    pairs = pairwise(instructions)
+    return sum(
+        "MEMBAR" in name and ".CTA" in name and int(upper, 16) >> 52 & 63 == 63 for (name, _), (_, upper) in pairs
+    )
 
 
 def compile_all(launches: Iterable[tuple[int, torch.dtype, Launch]]) -> list[Compiled]:
