@@ -38,8 +38,8 @@ def hold_loads():
     """Have all loads ahead of this place under way at once. The compiler moves each close to its use, so that a program waits
     for one after the other; past a fence it moves none.
 
-    A fence of `acq_rel` is none for this: behind it ptxas of CUDA 13.0 to 13.5 waits for all loads under way, that of 12.8
-    does not. Then the down projection of an 8B in bfloat16 with 4 rows takes 42.3 us, not 29.5 (one H200, 2026-11-30).
+    The fence is not one of `acq_rel`: behind that, ptxas of CUDA 13.0 to 13.3 and 13.5 waits for all loads under way, that of
+    12.8 does not. The down projection of an 8B in bfloat16 with 4 rows then took 42.3 us, not 29.5 (one H200, 2026-11-30).
     """
     if not INTERPRETED:
         tl.inline_asm_elementwise("fence.sc.cta; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)

@@ -214,7 +214,7 @@ def test_choose_ptxas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         compile_tasks, "__file__", str(tmp_path / "torch" / "_inductor" / "runtime" / "compile_tasks.py")
     )
-    # Deleted for the test, and as it was behind it.
+    # Set first, so that whatever the call sets is undone behind the test.
     monkeypatch.setenv("TRITON_PTXAS_PATH", "")
     monkeypatch.delenv("TRITON_PTXAS_PATH")
     compile_tasks._set_triton_ptxas_path.cache_clear()

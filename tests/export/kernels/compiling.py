@@ -218,7 +218,7 @@ def compile_for(launched: Launch, kernel: Any, dtype: torch.dtype, capability: i
 
 
 def dumped(binary: Path, option: str) -> str:
-    """What cuobjdump prints of a binary."""
+    """Text that cuobjdump prints of a binary."""
     command = [triton.knobs.nvidia.cuobjdump.path, option, str(binary)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
@@ -230,10 +230,8 @@ def waits_behind_fences(assembly: str) -> int:
     for (Jia et al., "Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking", 2018).
     """
     instructions = re.findall(r"\*/ +([^;]*);.*\n.*/\* (0x[0-9a-f]{16}) \*/", assembly)
-    pairs = pairwise(instructions)
-    return sum(
-        "MEMBAR" in name and ".CTA" in name and int(upper, 16) >> 52 & 63 == 63 for (name, _), (_, upper) in pairs
-    )
+    behind = [upper for (name, _), (_, upper) in pairwise(instructions) if re.search(r"MEMBAR\.\w+\.CTA", name)]
+    return sum(int(upper, 16) >> 52 & 63 == 63 for upper in behind)
 
 
 def compile_all(launches: Iterable[tuple[int, torch.dtype, Launch]]) -> list[Compiled]:

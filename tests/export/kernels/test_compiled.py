@@ -101,7 +101,7 @@ def test_nothing_more_spills(group: Group, report: Report) -> None:
 
 @every_compiled_group
 def test_no_fence_waits_for_loads(report: Report) -> None:
-    """It is there so that they stay under way."""
+    """A fence is there so that loads stay under way."""
     assert [one for one in report.compiled if one.waits] == []
 
 
