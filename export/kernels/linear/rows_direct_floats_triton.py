@@ -21,12 +21,14 @@ from .rows_direct_store_triton import (
     MAX_WARPS,
     load_factors,
     load_past,
+    load_residual,
     load_taps,
     multiply,
     offset_in_run,
     store_direct,
     stored_lines,
 )
+from .rows_tiles_triton import sum_of_warps
 from .step_tiles_triton import hold_loads
 
 # Elements of a turn, and turns of a block.
@@ -68,8 +70,8 @@ class FloatsConfig:
         vocabulary, 128,256 x 4,096      256.9  261.1  276.4   242.1  246.2  259.0   244.4  248.3          241.0  244.4  316.8
         vocabulary, 151,936 x 2,560      217.4  221.7  209.9   183.4  187.5  205.1   183.2  187.4          196.3  198.2  322.1
 
-    With four turns ahead a multiprocessor has room for four programs of up to 8 rows (115 registers) and for three of 16
-    (149), with eight for two (206 and 190): these are for products with few programs. Where there are fewer programs than
+    With four turns ahead a multiprocessor has room for four programs of up to 8 rows (119 registers) and for three of 16
+    (159), with eight for two (212 and 201): these are for products with few programs. Where there are fewer programs than
     multiprocessors, eight warps share one.
 
     Attributes:
@@ -165,9 +167,6 @@ def direct_floats_rows_early(
         taps = load_taps(conv_ptr, output, CHANNELS, TAPS)
         past = load_past(state_ptr, positions_ptr, slot, offset, output, row, rows, CHANNELS, TAPS)
     wait_for_previous(EARLY)
-    factors = ()
-    if HEADS > 0:
-        factors = load_factors(squares_ptr, rows, EPS, K, HEADS, PARTS, COLUMNS, WARPS, TURNS // BLOCK_TURNS)
     column = tl.arange(0, COLUMNS // 8)[None, None, :, None] * 8 + tl.arange(0, 8)[:, None, None, None]
     # Of prepared rows, a warp loads a piece of memory at once, not a piece of each row.
     of_x = x_ptr + column * (TURN if PREPARED else K)
@@ -175,10 +174,15 @@ def direct_floats_rows_early(
     inputs = ()
     for turn in tl.static_range(TURNS if HOLD else 1):
         inputs = inputs + (load_turn(of_x, turn, K, WARPS, APART, column < rows),)  # type: ignore[assignment]  # noqa: RUF005
+    residual = load_residual(residual_ptr, output, row, rows, N) if RESIDUAL else 0.0
     if HOLD:
         hold_loads()
+    factors = ()
+    if HEADS > 0:
+        factors = load_factors(squares_ptr, rows, EPS, K, HEADS, PARTS, COLUMNS, WARPS, TURNS // BLOCK_TURNS)
     sums = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)
-    products = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)
+    # Two in turn, since a product waits for the one before it in the same sum.
+    products, others = sums, sums
     for turn in tl.static_range(TURNS):
         if not HOLD and turn + 1 < TURNS:
             inputs = inputs + (load_turn(of_x, turn + 1, K, WARPS, APART, column < rows),)  # type: ignore[assignment]  # noqa: RUF005
@@ -186,13 +190,14 @@ def direct_floats_rows_early(
         tiles = tiles[1:]
         if turn + AHEAD < TURNS:
             tiles = tiles + (load_turn(of_weight, turn + AHEAD, K, WARPS),)  # type: ignore[assignment]  # noqa: RUF005
-        products = multiply(weights, inputs[turn], products)
+        products, others = others, multiply(weights, inputs[turn], products)
         if HEADS > 0 and (turn + 1) // BLOCK_TURNS > turn // BLOCK_TURNS:
-            sums += products * factors[turn // BLOCK_TURNS][:, None, :]
+            sums += (products + others) * factors[turn // BLOCK_TURNS][:, None, :]
             products = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)
+            others = products
     store_direct(
-        tl.sum(sums if HEADS > 0 else products, 0), bias_ptr, residual_ptr, state_ptr, slots_ptr, out_ptr, taps, past, slot,
-        offset, output, row, rows, N, BIAS, RESIDUAL, SWIGLU, CHANNELS, TAPS,
+        sum_of_warps(sums if HEADS > 0 else products + others), residual, bias_ptr, state_ptr, slots_ptr, out_ptr, taps,
+        past, slot, offset, output, row, rows, N, BIAS, RESIDUAL, SWIGLU, CHANNELS, TAPS,
     )  # fmt: skip
 
 
@@ -254,8 +259,10 @@ def direct_long_floats_rows_early(
     inputs = ()
     for turn in tl.static_range(INPUTS):
         inputs = inputs + (load_turn(of_x, turn, K, WARPS, APART, column < rows),)  # type: ignore[assignment]  # noqa: RUF005
+    residual = load_residual(residual_ptr, output, row, rows, N) if RESIDUAL else 0.0
     hold_loads()
-    sums = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)
+    products = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)
+    others = products
     LOOPED: tl.constexpr = (TURNS - AHEAD) // AHEAD * AHEAD
     for start in tl.range(0, LOOPED, AHEAD, num_stages=1):
         for turn in tl.static_range(AHEAD):
@@ -264,7 +271,7 @@ def direct_long_floats_rows_early(
             inputs, tiles = inputs + (loaded,), tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005
             if (turn + 1) % FENCE == 0:
                 hold_loads()
-            sums = multiply(tiles[0], inputs[0], sums)  # type: ignore[misc]
+            products, others = others, multiply(tiles[0], inputs[0], products)  # type: ignore[misc]
             inputs, tiles = inputs[1:], tiles[1:]
     for turn in tl.static_range(LOOPED, TURNS):
         if turn + INPUTS < TURNS:
@@ -274,11 +281,11 @@ def direct_long_floats_rows_early(
             tiles = tiles + (load_turn(of_weight, turn + AHEAD, K, WARPS),)  # type: ignore[assignment]  # noqa: RUF005
         if turn + INPUTS < TURNS and (turn + 1) % FENCE == 0:
             hold_loads()
-        sums = multiply(tiles[0], inputs[0], sums)  # type: ignore[misc]
+        products, others = others, multiply(tiles[0], inputs[0], products)  # type: ignore[misc]
         inputs, tiles = inputs[1:], tiles[1:]
     store_direct(
-        tl.sum(sums, 0), bias_ptr, residual_ptr, state_ptr, slots_ptr, out_ptr, taps, past, slot, offset, output, row, rows,
-        N, BIAS, RESIDUAL, SWIGLU, CHANNELS, TAPS,
+        sum_of_warps(products + others), residual, bias_ptr, state_ptr, slots_ptr, out_ptr, taps, past, slot, offset,
+        output, row, rows, N, BIAS, RESIDUAL, SWIGLU, CHANNELS, TAPS,
     )  # fmt: skip
 
 

@@ -16,8 +16,16 @@ import triton.language as tl
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 
-from .rows_direct_store_triton import load_past, load_taps, multiply, offset_in_run, store_direct, stored_lines
-from .rows_tiles_triton import BLOCK, ROUNDING_BITS, joined, unpack_bytes
+from .rows_direct_store_triton import (
+    load_past,
+    load_residual,
+    load_taps,
+    multiply,
+    offset_in_run,
+    store_direct,
+    stored_lines,
+)
+from .rows_tiles_triton import BLOCK, ROUNDING_BITS, joined, sum_of_warps, unpack_bytes
 from .scales_triton import of_pair
 
 # Neighbouring blocks that a warp has; their scales are loaded as one number.
@@ -74,6 +82,7 @@ def direct_rows_early(
         past = load_past(state_ptr, positions_ptr, slot, offset, output, row, rows, CHANNELS, TAPS)
     wait_for_previous(EARLY)
     following = load_inputs(planes_ptr, factors_ptr, rows, 0, K, COLUMNS, WARPS)
+    residual = load_residual(residual_ptr, output, row, rows, N) if RESIDUAL else 0.0
     sums = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)
     for turn in tl.static_range(STRETCH):
         low_x, high_x, factor = following
@@ -86,7 +95,7 @@ def direct_rows_early(
         of_line = of_pair(scales >> (32 * (turn // 2)), turn % 2 == 1, SCALE)
         sums += joined(integers) * (of_line[:, :, None] * factor[:, None, :])
     store_direct(
-        tl.sum(sums, 0), bias_ptr, residual_ptr, state_ptr, slots_ptr, out_ptr, taps, past, slot, offset, output, row, rows,
+        sum_of_warps(sums), residual, bias_ptr, state_ptr, slots_ptr, out_ptr, taps, past, slot, offset, output, row, rows,
         N, BIAS, RESIDUAL, SWIGLU, CHANNELS, TAPS,
     )  # fmt: skip
 

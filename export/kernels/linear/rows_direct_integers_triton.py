@@ -21,10 +21,17 @@ import triton.language as tl
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 
-from .rows_direct_store_triton import load_past, load_taps, offset_in_run, store_direct, stored_lines
+from .rows_direct_store_triton import (
+    load_past,
+    load_residual,
+    load_taps,
+    offset_in_run,
+    store_direct,
+    stored_lines,
+)
 from .rows_grouped_triton import load_block_scales, of_group
 from .rows_prepare_triton import signed_bytes
-from .rows_tiles_triton import BLOCK, INTERPRETED, ROUNDING_BITS, UNPACK, joined_planes
+from .rows_tiles_triton import BLOCK, INTERPRETED, ROUNDING_BITS, UNPACK, joined_planes, sum_of_warps
 from .step_fixed_point_triton import ROUNDING
 from .step_tiles_triton import hold_loads
 
@@ -110,6 +117,7 @@ def direct_integers_rows_early(
         taps = load_taps(conv_ptr, output, CHANNELS, TAPS)
         past = load_past(state_ptr, positions_ptr, slot, offset, output, row, rows, CHANNELS, TAPS)
     wait_for_previous(EARLY)
+    residual = load_residual(residual_ptr, output, row, rows, N) if RESIDUAL else 0.0
     sums = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)
     if TURNS <= AHEAD:
         following = load_inputs(planes_ptr, factors_ptr, rows, 0, K, COLUMNS, WARPS, BLOCKS)
@@ -137,9 +145,9 @@ def direct_integers_rows_early(
             sums = add_turn(sums, first_tile, inputs[0], GROUP, BITS, MINIMUM, SCALE, COLUMNS)  # type: ignore[misc]
             tiles, inputs = tiles[1:], inputs[1:]
     # Bytes of eight-bit weights are not 16 times a weight, as the factors are for.
-    total = tl.sum(sums, 0) * (1.0 if BITS == 4 else 16.0)
+    total = sum_of_warps(sums) * (1.0 if BITS == 4 else 16.0)
     store_direct(
-        total, bias_ptr, residual_ptr, state_ptr, slots_ptr, out_ptr, taps, past, slot, offset, output, row, rows,
+        total, residual, bias_ptr, state_ptr, slots_ptr, out_ptr, taps, past, slot, offset, output, row, rows,
         N, BIAS, RESIDUAL, SWIGLU, CHANNELS, TAPS,
     )  # fmt: skip
 

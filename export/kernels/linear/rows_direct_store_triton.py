@@ -95,8 +95,8 @@ def load_factors(
 @triton.jit
 def store_direct(
     total,
+    residual,
     bias_ptr,
-    residual_ptr,
     state_ptr,
     slots_ptr,
     out_ptr,
@@ -117,6 +117,7 @@ def store_direct(
     """Store a product [ROWS, COLUMNS] of weight rows and rows, and what is behind it.
 
     Args:
+        residual: see `load_residual`.
         taps, past, slot, offset: see `convolved`.
         CHANNELS: outputs that are convolved with TAPS taps, the first ones. 0: none is.
     """
@@ -129,12 +130,20 @@ def store_direct(
     inside = (output < N)[:, None] & (row < rows)[None, :]
     offsets = row[None, :] * N + output[:, None]
     if RESIDUAL:
-        results += tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        results += residual.to(tl.float32)
     if CHANNELS > 0:
         # The state was read before the warps met to add their sums: no lane still needs what is overwritten.
         newest = results.to(out_ptr.dtype.element_ty).to(tl.float32)
         results = convolved(newest, taps, past, state_ptr, slots_ptr, slot, offset, output, row, rows, CHANNELS, TAPS)
     tl.store(out_ptr + offsets, results.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_residual(residual_ptr, output, row, rows, N: tl.constexpr):
+    """What is added to the results [OUTPUTS, COLUMNS]. It is loaded beside the inputs: loaded when the results are there, it
+    would keep the program waiting once more."""
+    inside = (output < N)[:, None] & (row < rows)[None, :]
+    return tl.load(residual_ptr + (row[None, :] * N + output[:, None]), mask=inside, other=0.0)
 
 
 @triton.jit

@@ -14,8 +14,8 @@ import triton.language as tl
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 
 from .rows_direct_int4_triton import STRETCH, load_weights
-from .rows_direct_store_triton import load_factors, multiply, store_direct
-from .rows_tiles_triton import BLOCK, unpack_nibbles
+from .rows_direct_store_triton import load_factors, load_residual, multiply, store_direct
+from .rows_tiles_triton import BLOCK, sum_of_warps, unpack_nibbles
 from .scales_triton import of_pair
 from .step_tiles_triton import hold_loads
 
@@ -61,10 +61,11 @@ def direct_unpacked_rows_early(
     inputs = ()
     for turn in tl.static_range(STRETCH):
         inputs = inputs + load_inputs(x_ptr, rows, turn, K, COLUMNS, WARPS)
+    residual = load_residual(residual_ptr, output, row, rows, N) if RESIDUAL else 0.0
+    hold_loads()
     factors = ()
     if HEADS > 0:
         factors = load_factors(squares_ptr, rows, EPS, K, HEADS, PARTS, COLUMNS, WARPS, STRETCH)
-    hold_loads()
     sums = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)
     for turn in tl.static_range(STRETCH):
         low, high = unpack_nibbles(tiles[turn], tl.bfloat16, False)
@@ -76,7 +77,7 @@ def direct_unpacked_rows_early(
             factor = factor * factors[turn][:, None, :]
         sums += products * factor
     store_direct(
-        tl.sum(sums, 0), bias_ptr, residual_ptr, out_ptr, out_ptr, out_ptr, (), (), row, row, output, row, rows,
+        sum_of_warps(sums), residual, bias_ptr, out_ptr, out_ptr, out_ptr, (), (), row, row, output, row, rows,
         N, BIAS, RESIDUAL, False, 0, 0,
     )  # fmt: skip
 

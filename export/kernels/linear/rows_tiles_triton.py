@@ -20,6 +20,8 @@ from .step_fixed_point_triton import ROUNDING
 BLOCK = tl.constexpr(128)
 # Warps of a program whose warps divide blocks.
 WARPS = tl.constexpr(4)
+# How often the most warps of a program can be halved.
+MAX_HALVINGS = tl.constexpr(3)
 # The bits of ROUNDING. An integer sum can start from these bits, not from 0. If it stays below 2^22, its bits read as float32
 # are the sum plus ROUNDING: no conversion is needed.
 ROUNDING_BITS = tl.constexpr(0x4B400000)
@@ -152,8 +154,15 @@ def joined_planes(sums):
 
 @triton.jit
 def sum_of_warps(values):
-    """[WARPS, M, N] -> [M, N]: adds warps 0 and 2, 1 and 3, then both sums."""
-    parts = tl.reshape(tl.permute(values, (1, 2, 0)), [values.shape[1], values.shape[2], 2, 2])
-    first, second = tl.split(parts)
-    first, second = tl.split(first + second)
-    return first + second
+    """[WARPS, M, N] -> [M, N], WARPS a power of two: adds both halves of the warps, then the halves of these sums, and so on.
+
+    The values go through shared memory once, and each lane adds those of its output. `tl.sum` needs three ways through it and
+    four barriers.
+    """
+    left = tl.permute(values, (1, 2, 0))
+    for _ in tl.static_range(MAX_HALVINGS):
+        if left.shape[2] > 1:
+            halves = tl.reshape(left, [left.shape[0], left.shape[1], 2, left.shape[2] // 2])
+            first, second = tl.split(tl.permute(halves, (0, 1, 3, 2)))
+            left = first + second
+    return tl.reshape(left, [left.shape[0], left.shape[1]])
