@@ -118,7 +118,7 @@ def store_direct(
 
     Args:
         residual: see `load_residual`.
-        taps, past, slot, offset: see `convolved`.
+        taps, past, slot, offset: see `load_taps`, `load_past` and `offset_in_run`; `slot` has each row's slot.
         CHANNELS: outputs that are convolved with TAPS taps, the first ones. 0: none is.
     """
     if SWIGLU:
@@ -134,8 +134,18 @@ def store_direct(
     if CHANNELS > 0:
         # The state was read before the warps met to add their sums: no lane still needs what is overwritten.
         newest = results.to(out_ptr.dtype.element_ty).to(tl.float32)
-        results = convolved(newest, taps, past, state_ptr, slots_ptr, slot, offset, output, row, rows, CHANNELS, TAPS)
-    tl.store(out_ptr + offsets, results.to(out_ptr.dtype.element_ty), mask=inside)
+        # Without runs, which most steps are, no row needs what another lane has.
+        if tl.max(offset, 0) > 0:
+            of_runs = with_run(newest, past, offset, row, TAPS)
+            store_convolved(
+                newest, taps, of_runs, state_ptr, slots_ptr, out_ptr, slot, output, row, rows, N, CHANNELS, TAPS
+            )
+        else:
+            store_convolved(
+                newest, taps, past, state_ptr, slots_ptr, out_ptr, slot, output, row, rows, N, CHANNELS, TAPS
+            )
+    else:
+        tl.store(out_ptr + offsets, results.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -182,21 +192,33 @@ def load_past(state_ptr, positions_ptr, slot, offset, channel, row, rows, CHANNE
 
 
 @triton.jit
-def convolved(
+def with_run(newest, past, offset, row, TAPS: tl.constexpr):
+    """`past`, with the products of a run's earlier rows in their place: a tuple of [OUTPUTS, COLUMNS]."""
+    values = ()
+    for tap in tl.static_range(1, TAPS):
+        before = tl.broadcast_to(tl.maximum(row - tap, 0)[None, :], newest.shape)
+        value = tl.where((offset >= tap)[None, :], tl.gather(newest, before, 1), past[tap - 1].to(tl.float32))
+        values = values + (value,)  # type: ignore[assignment]  # noqa: RUF005
+    return values
+
+
+@triton.jit
+def store_convolved(
     newest,
     taps,
     past,
     state_ptr,
     slots_ptr,
+    out_ptr,
     slot,
-    offset,
     channel,
     row,
     rows,
+    N: tl.constexpr,
     CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,
 ):
-    """SiLU of the convolution of products [OUTPUTS, COLUMNS] over the rows of each run. Stores the new states.
+    """Store SiLU of the convolution of products [OUTPUTS, COLUMNS] with those before them, and the new states.
 
     Outputs behind the channels stay as they are. Operands are arguments one by one: torch's analysis would take all that is
     in a tuple with the state for written.
@@ -209,10 +231,11 @@ def convolved(
     for tap in tl.static_range(TAPS):
         value = newest
         if tap > 0:
-            before = tl.broadcast_to(tl.maximum(row - tap, 0)[None, :], newest.shape)
-            value = tl.where((offset >= tap)[None, :], tl.gather(newest, before, 1), past[tap - 1].to(tl.float32))
+            value = past[tap - 1].to(tl.float32)
             mixed += value * taps[tap][:, None]
         if tap < TAPS - 1:
             moved = value.to(state_ptr.dtype.element_ty)
             tl.store(cells + (TAPS - 2 - tap) * CHANNELS, moved, mask=inside & ends[None, :])
-    return tl.where(inside, mixed * tl.sigmoid(mixed), newest)
+    results = tl.where(inside, mixed * tl.sigmoid(mixed), newest)
+    written = (channel < N)[:, None] & (row < rows)[None, :]
+    tl.store(out_ptr + (row[None, :] * N + channel[:, None]), results.to(out_ptr.dtype.element_ty), mask=written)
