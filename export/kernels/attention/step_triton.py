@@ -371,7 +371,7 @@ def attend_combine_early(
     if OWN > 1:
         back = tl.arange(0, OWN)
         before = rows_before(tl.load(slots + back, mask=back < token, other=-1), slot)
-        others = (back > 0) & (back <= tl.minimum(before, earlier))
+        count = tl.minimum(before, earlier)
         earlier -= before
         qkv += tl.cast(token, tl.int64) * WHOLE
         sums += token * (SPLITS * HEADS * D)
@@ -389,13 +389,19 @@ def attend_combine_early(
     value = tl.load(of_value)
     if GATED:
         gate = tl.load(qkv + head * QUERY + D + cell)
-    if OWN > 1:
-        other_scores = tl.load(scales + (SPLITS + back) * HEADS + head, mask=others, other=float("-inf"))
-        of_others = tl.load(of_value[None, :] - back[:, None] * WHOLE, mask=others[:, None], other=0.0)
-
     highest = tl.maximum(tl.max(peak, 0), score)
     if OWN > 1:
-        highest = tl.maximum(highest, tl.max(other_scores, 0))
+        # Only a run's later rows have other own positions, and most steps have no run.
+        of_others, share_of_others, top = tl.zeros([WIDTH], tl.float32), 0.0, float("-inf")
+        if count > 0:
+            others = (back > 0) & (back <= count)
+            other_scores = tl.load(scales + (SPLITS + back) * HEADS + head, mask=others, other=float("-inf"))
+            values = tl.load(of_value[None, :] - back[:, None] * WHOLE, mask=others[:, None], other=0.0)
+            top = tl.max(other_scores, 0)
+            shares = tl.exp2(other_scores - top)
+            of_others = tl.sum(values.to(out.dtype.element_ty).to(tl.float32) * shares[:, None], 0)
+            share_of_others = tl.sum(shares, 0)
+        highest = tl.maximum(highest, top)
     factor = tl.exp2(peak - highest)
     own = tl.exp2(score - highest)
     # The value is rounded as the cache stores it.
@@ -403,10 +409,9 @@ def attend_combine_early(
     result = tl.sum(total * factor[:, None], 0) + value * own
     whole = tl.sum(weight * factor, 0) + own
     if OWN > 1:
-        other_shares = tl.exp2(other_scores - highest)
-        of_others = of_others.to(out.dtype.element_ty).to(tl.float32)
-        result += tl.sum(of_others * other_shares[:, None], 0)
-        whole += tl.sum(other_shares, 0)
+        others_factor = tl.exp2(top - highest)
+        result += of_others * others_factor
+        whole += share_of_others * others_factor
     result = result / whole
     if GATED:
         result *= tl.sigmoid(gate.to(tl.float32))
