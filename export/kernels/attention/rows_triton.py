@@ -65,7 +65,7 @@ PROGRAMS = 1024
 # The most splits of all rows together, and of one row: so many sums have room.
 PARTS = 1024
 MAX_SPLITS = 64
-COMBINE_WARPS = 4
+COMBINE_WARPS = 1
 # Splits whose sums are loaded at once. A short context has only one split.
 SUMS_TOGETHER = 4
 
@@ -332,18 +332,22 @@ def combine_rows_early(
     first = row.to(tl.int64) * splits * HEADS + head
     peak = tl.load(scales + (first + split * HEADS) * 2, mask=split < used, other=float("-inf"))
     weight = tl.load(scales + (first + split * HEADS) * 2 + 1, mask=split < used, other=0.0)
+    # The first sums are under way before it is known what to multiply them by.
+    part = first + few * HEADS
+    peaks = tl.load(scales + part * 2, mask=few < used, other=float("-inf"))
+    of_splits = tl.load(sums + part[:, None] * D + cell[None, :], mask=(few < used)[:, None], other=0.0)
     if GATED:
         gate = tl.load(qkv + row.to(tl.int64) * (HEADS * QUERY + 2 * KV_HEADS * D) + head * QUERY + D + cell)
     # Every token sees its own position, so the highest peak is finite.
     highest = tl.where(slot >= 0, tl.max(peak, 0), 0.0)
     whole = tl.where(slot >= 0, tl.sum(weight * tl.exp2(peak - highest), 0), 1.0)
-    total = tl.zeros([D], tl.float32)
-    for begin in range(0, used, TOGETHER):
+    total = tl.sum(of_splits * tl.exp2(peaks - highest)[:, None], 0)
+    for begin in range(TOGETHER, used, TOGETHER):
         here = begin + few < used
         part = first + (begin + few) * HEADS
-        factor = tl.exp2(tl.load(scales + part * 2, mask=here, other=float("-inf")) - highest)
+        peaks = tl.load(scales + part * 2, mask=here, other=float("-inf"))
         of_splits = tl.load(sums + part[:, None] * D + cell[None, :], mask=here[:, None], other=0.0)
-        total += tl.sum(of_splits * factor[:, None], 0)
+        total += tl.sum(of_splits * tl.exp2(peaks - highest)[:, None], 0)
     result = total / whole
     if GATED:
         result *= tl.sigmoid(gate.to(tl.float32))
