@@ -145,7 +145,7 @@ class Heads:
 # the most rows of a call that takes the kernels for few rows, and the experts of a single token. More than SOME_ROWS rows
 # take the products of prompts. Up to STEP_ROWS rows take the attention of a single token, and integer weights as
 # `linear/rows_direct_triton` says, where up to FOUR_ROWS have half as many columns. TWO_ROWS rows take the kernels of a
-# single token in most linear layers.
+# single token in linear layers where these are faster.
 MAX_ROWS, SOME_ROWS, FEW_ROWS, STEP_ROWS, FOUR_ROWS, TWO_ROWS = 512, 256, 16, 8, 4, 2
 # P of `RecurrentState` on a GPU: a state is written in every eighth step. At most 8, and V - V / 8 for the smallest V, of 16.
 PENDING_UPDATES = 7

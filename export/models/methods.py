@@ -62,7 +62,7 @@ def language_model_methods(network: LanguageModel) -> dict[str, Chain]:
     - `step_rows`: `rows` for up to 8 rows, where `few_rows` is: the kernels of `decode` compute attention, too.
     - `four_rows`: `rows` for up to 4 rows, where `few_rows` is and linear layers have integer weights: these have kernels of
       their own for so few rows.
-    - `two_rows`: `rows` for 2 rows, where `few_rows` is: the kernels of `decode` compute most linear layers too.
+    - `two_rows`: `rows` for 2 rows, where `few_rows` is: the kernels of `decode` compute some linear layers, too.
     - `many_rows`: `rows` for 257 to 512 rows, where `few_rows` is. Weights are multiplied as `prefill` does.
     - `rows_streamed(..., streamed [1] int64)`, only with experts on the host, in place of `many_rows`: the device computes
       experts as in `prefill_streamed`.

@@ -2,8 +2,8 @@
 
 Bfloat16 rows and int4 weights in groups of 128, with K a multiple of 256, are multiplied in *fixed point*, by two kernels.
 One writes the rows in the form that the product reads, normed if there is a norm. The other computes the product and the
-operations behind it. One row goes to `step_triton`, and two mostly do. Up to STEP_ROWS rows have a product of another kind
-(`rows_direct_triton`), also with all other integers if K is a multiple of 128.
+operations behind it. One row goes to `step_triton`, and two do where that is faster. Up to STEP_ROWS rows have a product of
+another kind (`rows_direct_triton`), also with all other integers if K is a multiple of 128.
 
 On an H200, 2026-11-23, in microseconds for 2, 8, 16, 32 and 64 rows: 12,288 x 2,048 takes 7.9, 8.0, 8.4, 12.9 and 15.5; with
 products in bfloat16 11.3, 11.6, 12.3, 15.9 and 16.4; dequantised for torch's product 30. 248,320 x 2,048 takes 76, 78, 79,
@@ -27,7 +27,6 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from ostinato.export.formats.int4 import Int4
 from ostinato.export.kernels.delta_rule.rows_conv_triton import conv_rows
 from ostinato.export.kernels.launch import (
     LARGE,
@@ -68,6 +67,9 @@ STAGES = {FEW: 4, MANY: 3}
 # Up to SPLIT_OUTPUTS outputs, a program has one of SPLITS parts of K. For 8 rows, 12,288 x 2,048 takes 9.9 us in 2 parts, not
 # 8.7; 2,048 x 4,096 takes 7.6, 6.8 and 7.1 us in 2, 4 and 8 parts.
 SPLIT_OUTPUTS, SPLITS = 4096, 4
+# Where there is no norm, two rows have direct products with weights in bfloat16 of up to DIRECT_COLUMNS columns, and in fixed
+# point of up to DIRECT_ROWS rows.
+DIRECT_COLUMNS, DIRECT_ROWS = 4096, 2048
 
 
 @dataclass(frozen=True)
@@ -173,15 +175,33 @@ def linear_add(x: Tensor, weight: Weight, residual: Tensor, squares: HeadSquares
 
 
 def takes_step(x: Tensor, weight: Weight, normed: bool) -> bool:
-    """Whether rows x [R, K] go to the kernels of a single row. One row does.
+    """Whether rows x [R, K] go to the kernels of a single row. One row does, and two do where direct products are slower."""
+    direct = takes_direct(x, weight) or (not normed and takes_unprepared(x, weight, 0))
+    slower = not direct or not _gains_from_direct(weight, normed)
+    return is_one(x.shape[0]) or (at_most(x.shape[0], TWO_ROWS) and slower)
 
-    Two do, but for two kinds of weights. Behind a norm, int4 weights in groups of 128: a single row's kernels would convert
-    both rows to fixed point in each program. And other int4 weights without minima, whose direct product of two rows is
-    faster: a dense layer, 4,096 and 14,336 wide, in groups of 32 takes 52.9 us, not 58.0; with minima 68.0, not 61.0; in
-    int8 76.6, not 76.1 (one H200, 2026-11-29).
+
+def _gains_from_direct(weight: Weight, normed: bool) -> bool:
+    """Whether direct products are the faster ones for two rows.
+
+    In bfloat16, a norm costs a kernel ahead of the product. In fixed point, a single row's kernels would convert both rows in
+    each program; so behind a norm a direct product is always faster, and else where a weight is small. A layer takes, by a
+    single row's kernels | as here | by direct products alone (us; one H200, 2026-11-30):
+
+        1,024 wide, in bfloat16, delta-net            21.2    19.3    19.9
+        with attention                                19.2    19.0    19.4
+        4,096 and 14,336 wide, in bfloat16           109.4   108.9   114.4
+        in int4_min g32                               59.7    59.7    63.6
+        in int8 g32                                   75.2    74.7    74.7
+
+    By a single row's kernels a vocabulary of 128,256 x 4,096 in int8 g32 takes 143.5 us, not 134.0. If these compute the
+    flagship's `linear_add`, its layers take 28.2 and 28.1 us, not 28.0 and 27.4.
     """
-    direct = takes_direct(x, weight) and isinstance(weight.format, Int4) and (normed or not in_fixed_point(weight))
-    return is_one(x.shape[0]) or (at_most(x.shape[0], TWO_ROWS) and not direct)
+    if weight.format is None:
+        return not normed and weight.columns <= DIRECT_COLUMNS
+    if in_fixed_point(weight):
+        return normed or weight.rows <= DIRECT_ROWS
+    return weight.minimum is None
 
 
 def _is_fused(x: Tensor, weight: Weight) -> bool:

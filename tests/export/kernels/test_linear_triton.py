@@ -153,10 +153,13 @@ def test_one_row_is_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("group", "k", "dtype", "normed", "added"),
     [
-        (None, 512, BF16, True, True),
+        (None, 512, BF16, True, False),
+        (None, 4608, BF16, True, True),
+        (None, 576, BF16, True, True),
         (Int4Min(), 512, BF16, True, True),
-        (Int8(), 512, BF16, True, True),
-        (128, 512, BF16, False, True),
+        (Int8(), 512, BF16, False, False),
+        (128, 512, BF16, False, False),
+        (128, 4608, BF16, True, True),
         (128, 384, BF16, False, False),
         (64, 512, BF16, False, False),
         (32, 512, BF16, False, False),
@@ -174,6 +177,12 @@ def test_two_rows_that_are_a_decode_step(
     assert [rows_triton.takes_step(case.x[:2], weight, behind) for behind in (True, False)] == [normed, added]
     assert rows_triton.takes_step(case.x[:1], weight, True) and rows_triton.takes_step(case.x[:1], weight, False)
     assert not rows_triton.takes_step(case.x, weight, True) and not rows_triton.takes_step(case.x, weight, False)
+
+
+def test_two_rows_of_a_large_weight() -> None:
+    """Rows that are multiplied as they are have a direct product only with a small weight in fixed point."""
+    case = make(Shape(2056, 512, 128), [Run(SLOT, 0, 2)], BF16)
+    assert [rows_triton.takes_step(case.x, case.operand.weight, normed) for normed in (True, False)] == [False, True]
 
 
 @each_dtype
