@@ -128,7 +128,7 @@ def store_direct(
     else:
         results = with_bias(total, bias_ptr, output, N, BIAS)
     inside = (output < N)[:, None] & (row < rows)[None, :]
-    offsets = row[None, :] * N + output[:, None]
+    out = out_ptr + (row[None, :] * N + output[:, None])
     if RESIDUAL:
         results += residual.to(tl.float32)
     if CHANNELS > 0:
@@ -138,20 +138,20 @@ def store_direct(
         if tl.max(offset, 0) > 0:
             of_runs = with_run(newest, past, offset, row, TAPS)
             store_convolved(
-                newest, taps, of_runs, state_ptr, slots_ptr, out_ptr, slot, output, row, rows, N, CHANNELS, TAPS
+                newest, taps, of_runs, state_ptr, slots_ptr, out, inside, slot, output, row, rows, CHANNELS, TAPS
             )
         else:
             store_convolved(
-                newest, taps, past, state_ptr, slots_ptr, out_ptr, slot, output, row, rows, N, CHANNELS, TAPS
+                newest, taps, past, state_ptr, slots_ptr, out, inside, slot, output, row, rows, CHANNELS, TAPS
             )
     else:
-        tl.store(out_ptr + offsets, results.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out, results.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def load_residual(residual_ptr, output, row, rows, N: tl.constexpr):
-    """What is added to the results [OUTPUTS, COLUMNS]. It is loaded beside the inputs: loaded when the results are there, it
-    would keep the program waiting once more."""
+    """Residual [OUTPUTS, COLUMNS] that is added to the results. It is loaded beside the inputs: loaded when the results are
+    there, it would keep the program waiting once more."""
     inside = (output < N)[:, None] & (row < rows)[None, :]
     return tl.load(residual_ptr + (row[None, :] * N + output[:, None]), mask=inside, other=0.0)
 
@@ -209,12 +209,12 @@ def store_convolved(
     past,
     state_ptr,
     slots_ptr,
-    out_ptr,
+    out,
+    written,
     slot,
     channel,
     row,
     rows,
-    N: tl.constexpr,
     CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,
 ):
@@ -237,5 +237,4 @@ def store_convolved(
             moved = value.to(state_ptr.dtype.element_ty)
             tl.store(cells + (TAPS - 2 - tap) * CHANNELS, moved, mask=inside & ends[None, :])
     results = tl.where(inside, mixed * tl.sigmoid(mixed), newest)
-    written = (channel < N)[:, None] & (row < rows)[None, :]
-    tl.store(out_ptr + (row[None, :] * N + channel[:, None]), results.to(out_ptr.dtype.element_ty), mask=written)
+    tl.store(out, results.to(out.dtype.element_ty), mask=written)

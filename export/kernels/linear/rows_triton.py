@@ -176,8 +176,7 @@ def linear_add(x: Tensor, weight: Weight, residual: Tensor, squares: HeadSquares
 
 def takes_step(x: Tensor, weight: Weight, normed: bool) -> bool:
     """Whether rows x [R, K] go to the kernels of a single row. One row does, and two do where direct products are slower."""
-    direct = takes_direct(x, weight) or (not normed and takes_unprepared(x, weight, 0))
-    slower = not direct or not _gains_from_direct(weight, normed)
+    slower = not takes_direct(x, weight) or not _gains_from_direct(weight, normed)
     return is_one(x.shape[0]) or (at_most(x.shape[0], TWO_ROWS) and slower)
 
 
