@@ -186,6 +186,9 @@ def direct_floats_rows_early(
     for turn in tl.static_range(TURNS):
         if not HOLD and turn + 1 < TURNS:
             inputs = inputs + (load_turn(of_x, turn + 1, K, WARPS, APART, column < rows),)  # type: ignore[assignment]  # noqa: RUF005
+            if CHANNELS > 0:
+                # Loaded all at once, they would take the registers of one of four programs of a multiprocessor.
+                hold_loads()
         weights = tiles[0]  # type: ignore[misc]
         tiles = tiles[1:]
         if turn + AHEAD < TURNS:

@@ -136,7 +136,7 @@ def store_direct(
         newest = results.to(out_ptr.dtype.element_ty).to(tl.float32)
         # Without runs, which most steps are, no row needs what another lane has.
         if tl.max(offset, 0) > 0:
-            of_runs = with_run(newest, past, offset, row, TAPS)
+            of_runs = with_run(newest, past, out, inside, offset, N, TAPS)
             store_convolved(
                 newest, taps, of_runs, state_ptr, slots_ptr, out, inside, slot, output, row, rows, CHANNELS, TAPS
             )
@@ -192,13 +192,20 @@ def load_past(state_ptr, positions_ptr, slot, offset, channel, row, rows, CHANNE
 
 
 @triton.jit
-def with_run(newest, past, offset, row, TAPS: tl.constexpr):
-    """`past`, with the products of a run's earlier rows in their place: a tuple of [OUTPUTS, COLUMNS]."""
+def with_run(newest, past, out, inside, offset, N: tl.constexpr, TAPS: tl.constexpr):
+    """`past`, with the products of a run's earlier rows in their place: a tuple of [OUTPUTS, COLUMNS].
+
+    They go through `out`, where the results are stored later. To get them from other lanes would take shared memory, and an
+    order of lanes of its own, in which a step without runs would have its results, too.
+    """
+    tl.store(out, newest.to(out.dtype.element_ty), mask=inside)
+    tl.debug_barrier()
     values = ()
     for tap in tl.static_range(1, TAPS):
-        before = tl.broadcast_to(tl.maximum(row - tap, 0)[None, :], newest.shape)
-        value = tl.where((offset >= tap)[None, :], tl.gather(newest, before, 1), past[tap - 1].to(tl.float32))
-        values = values + (value,)  # type: ignore[assignment]  # noqa: RUF005
+        of_run = (offset >= tap)[None, :]
+        before = tl.load(out - tap * N, mask=inside & of_run, other=0.0).to(tl.float32)
+        values = values + (tl.where(of_run, before, past[tap - 1].to(tl.float32)),)  # type: ignore[assignment]  # noqa: RUF005
+    tl.debug_barrier()
     return values
 
 

@@ -157,6 +157,13 @@ class IntegersConfig:
 
     Gate and up have so many programs that they do without: a fence takes registers, and then 25.8 and 29.8 us in int4, not
     23.2 and 29.0.
+
+    The same layer with down without | with a fence (one H200, 2026-11-30):
+
+                  up to 4 rows     up to 8
+        int4      52.6 | 49.6      62.7 | 66.8
+        int4_min  64.4 | 62.9      84.6 | 83.2
+        int8      75.3 | 77.4      83.3 | 85.3
     """
 
     warps: int
@@ -179,12 +186,15 @@ class IntegersConfig:
         if at_once and not long and programs * 32 * warps * registers <= H100_REGISTERS:
             return cls(warps, 1, turns)
         # The scales of a long stretch, and its minima, take registers that other programs need.
-        if two and not (long and minima):
-            return cls(warps, 2, 1, fence=not long and programs <= FENCED_PROGRAMS)
+        if long and minima:
+            return cls(warps, 1, 1, fence=True)
+        if two:
+            fence = columns == FOUR_ROWS and bits == 4 if long else programs <= FENCED_PROGRAMS
+            return cls(warps, 2, 1, fence)
         if columns == FOUR_ROWS:
             return cls(warps, 1, 3 if long else 2)
         # Two turns of rows with minima take 164 registers, one takes 96.
-        return cls(warps, 1, 2 if bits == 8 or (long and not minima) else 1)
+        return cls(warps, 1, 2 if bits == 8 or long else 1)
 
 
 def prepared_at_once(blocks: int, norm: bool) -> int:
