@@ -42,7 +42,7 @@ from .prefill_triton import config_for as prompt_config
 # 16 tokens of the flagship took 90 us more of 4,350: in a step, code comes from memory (H100, 2026-11-26).
 CONFIGS = {
     FEW_ROWS: {
-        MEDIUM: TileConfig(16, keys=64, warps=4, stages=3),
+        MEDIUM: TileConfig(16, keys=64, warps=4, stages=2),
         SMALL: TileConfig(64, keys=32, warps=8, stages=2),
     },
     MAX_ROWS: {
@@ -56,9 +56,9 @@ FEWEST = tl.constexpr(16)
 # Heads of this size have two stages: then three programs have room on a multiprocessor, and with three stages two. 32 rows at
 # depth 192 with 8 key heads take 19.1 us, not 24.3 (H200, 2026-11-26).
 TWO_STAGES_DIM = 128
-# The fewest positions of a split, by the most rows. With 256 for both, 8 rows at depth 192 take 13.9 us, not 10.8; with 128
-# for both, 64 rows take 34.3 us, not 28.6.
-MIN_SPLIT = {FEW_ROWS: 128, MAX_ROWS: 256}
+# The fewest positions of a split, by the most rows; see `split_size`. With 128 for more rows, too, 64 rows take 34.3 us, not
+# 28.6 (H200, 2026-11-26).
+MIN_SPLIT = {FEW_ROWS: 64, MAX_ROWS: 256}
 # The most programs of all rows and key heads together, if there are no more rows. Programs without positions end at once, but
 # wait for room: with 8 key heads, 32 rows at depth 192 take 28 us with 2,048 programs, not 24.
 PROGRAMS = 1024
@@ -394,22 +394,23 @@ def tile_of(
     start = position.to(tl.int32) - place
     origin, seen = first_seen(start, WINDOW, KEYS), start + count
     most = tl.minimum(count * of_row, splits)
-    share = split_size(seen - origin, rows * KV_HEADS, most, KEYS, MIN_SPLIT)
+    share = split_size(seen - origin, rows // count * KV_HEADS, most, KEYS, MIN_SPLIT)
     return row - place, count, origin, seen, share
 
 
 @triton.jit
 def split_size(
-    seen: tl.tensor, pairs: tl.tensor, splits: tl.tensor, KEYS: tl.constexpr, MIN_SPLIT: tl.constexpr
+    seen: tl.tensor, tiles: tl.tensor, splits: tl.tensor, KEYS: tl.constexpr, MIN_SPLIT: tl.constexpr
 ) -> tl.tensor:
     """Positions of one split of `seen` positions: at least MIN_SPLIT, and so many that at most `splits` are needed.
 
-    Each split costs a program, and its sums a way through memory. So splits grow with the root of `seen`, unless the `pairs`
-    of a row and a key head would leave multiprocessors idle. 8 rows of 2 key heads of 256 take 14.4 us at depth 1,024 in
-    splits of 256, and 18.2 in splits of 128; 29.8 us at depth 4,096 in splits of 512, and 42.9 in splits of 128 (H200,
-    2026-11-26).
+    Each split costs a program, and its sums a way through memory. So splits grow with the root of `seen`, unless the `tiles`
+    of all rows and key heads would then leave multiprocessors idle; small tiles have splits so small that more programs run.
+    8 rows of 2 key heads of 256 take 14.4 us at depth 1,024 in splits of 256, and 18.2 in splits of 128; 29.8 us at depth
+    4,096 in splits of 512, and 42.9 in splits of 128 (H200, 2026-11-26).
     """
-    grown = tl.sqrt(seen.to(tl.float32) * (MIN_SPLIT * MIN_SPLIT // 256))
-    wanted = tl.minimum(grown.to(tl.int32), tl.cdiv(seen, 64) * pairs)
+    PROGRAMS: tl.constexpr = 16384 // MIN_SPLIT
+    grown = tl.sqrt(seen.to(tl.float32) * MIN_SPLIT)
+    wanted = tl.minimum(grown.to(tl.int32), tl.cdiv(seen, PROGRAMS) * tiles)
     fewest = tl.maximum(wanted, tl.cdiv(seen, splits))
     return tl.maximum(tl.cdiv(fewest, KEYS) * KEYS, MIN_SPLIT)
