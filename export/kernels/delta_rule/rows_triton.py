@@ -78,8 +78,13 @@ RUNS = RunsConfig(long=6, chunk=16, warps=4, programs=4, solving_warps=1, solvin
 # (41.6 for 4 rows, or 40.3 with inputs loaded ahead); 32, 64 and 128 single rows take 150, 212 and 298 with 64 and two, but
 # 154, 232 and 341 with 16 and one, 159, 226 and 325 with 32 and two, 161, 231 and 337 with 64 and four (one H200,
 # 2026-11-28).
-# Up to FEW_ROWS rows CONFIGS, by the most rows times heads, and FEW for more of these; MANY for more rows.
+# With 16 heads, layers of 2, 4 and 8 single rows take 18.7, 21.5 and 24.2 with CONFIGS, and 18.4, 20.9 and 24.1 with
+# SMALL_CONFIGS; of a run 19.8, 23.0 and 27.0, and 19.1, 22.5 and 26.8 (one H200, 2026-11-30).
+# Up to FEW_ROWS rows CONFIGS, or SMALL_CONFIGS up to SMALL_HEADS heads, by the most rows times heads, and FEW for more of
+# these; MANY for more rows.
 CONFIGS = {64: DeltaConfig(values=32, span=16, warps=4), 128: DeltaConfig(values=32, span=16, warps=2)}
+SMALL_HEADS = 16
+SMALL_CONFIGS = {32: DeltaConfig(values=16, span=16, warps=2), 128: DeltaConfig(values=16, span=16, warps=1)}
 FEW, MANY = DeltaConfig(values=16, span=8, warps=1), DeltaConfig(values=64, span=16, warps=2, runs=RUNS)
 
 
@@ -87,7 +92,8 @@ def config_for(rows: int | torch.SymInt, heads: int) -> DeltaConfig:
     """The configuration for so many rows, at most, of so many heads."""
     if not at_most(rows, FEW_ROWS):
         return MANY
-    return next((config for most, config in CONFIGS.items() if at_most(rows * heads, most)), FEW)
+    configs = SMALL_CONFIGS if heads <= SMALL_HEADS else CONFIGS
+    return next((config for most, config in configs.items() if at_most(rows * heads, most)), FEW)
 
 
 # The most programs that take short runs, for each block of values of a head.
