@@ -409,8 +409,9 @@ def split_size(
     8 rows of 2 key heads of 256 take 14.4 us at depth 1,024 in splits of 256, and 18.2 in splits of 128; 29.8 us at depth
     4,096 in splits of 512, and 42.9 in splits of 128 (H200, 2026-11-26).
     """
-    PROGRAMS: tl.constexpr = 16384 // MIN_SPLIT
+    # 256 programs in splits of 64, 64 in those of 256.
+    ENOUGH: tl.constexpr = 16384 // MIN_SPLIT
     grown = tl.sqrt(seen.to(tl.float32) * MIN_SPLIT)
-    wanted = tl.minimum(grown.to(tl.int32), tl.cdiv(seen, PROGRAMS) * tiles)
+    wanted = tl.minimum(grown.to(tl.int32), tl.cdiv(seen, ENOUGH) * tiles)
     fewest = tl.maximum(wanted, tl.cdiv(seen, splits))
     return tl.maximum(tl.cdiv(fewest, KEYS) * KEYS, MIN_SPLIT)

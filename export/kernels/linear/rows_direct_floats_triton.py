@@ -9,16 +9,12 @@ one order, and no row sees another.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
-from ostinato.export.kernels.operands import STEP_ROWS
 
 from .rows_direct_store_triton import (
-    MAX_WARPS,
     load_factors,
     load_past,
     load_residual,
@@ -34,76 +30,6 @@ from .step_tiles_triton import hold_loads
 # Elements of a turn, and turns of a block.
 TURN = tl.constexpr(32)
 BLOCK_TURNS = tl.constexpr(4)
-# Turns that are under way in a loop: of most products, and of those with few programs. The most that are all under way.
-AHEAD, FAR_AHEAD, ALL_AHEAD = 4, 8, 14
-# Fewer programs than an H200 has multiprocessors; as many as have room twice on each; those of a vocabulary.
-FEW_PROGRAMS, SOME_PROGRAMS, MANY_PROGRAMS = 132, 264, 2048
-
-
-def float_warps(k: int) -> int:
-    """Warps of a program with bfloat16 weights, if its rows' heads are divided or programs are few."""
-    return MAX_WARPS if k > 1024 else MAX_WARPS // 2
-
-
-@dataclass(frozen=True)
-class FloatsConfig:
-    """Configuration of a product with bfloat16 weights.
-
-    A warp loads all its weights ahead of the wait, if they are few. Then the inputs of up to STEP_ROWS rows are under way at
-    once, too: a layer of 0.8B with 4/8 rows takes 25.8/27.6 us, not 26.2/28.3. With 16 it would take 37.6, not 37.1. But
-    where a residual is added, and no more than FAR_AHEAD turns, it takes 35.9, not 38.0; with attention 34.7, not 36.6 (one
-    H200, 2026-11-28).
-
-    Longer products are a loop. The compiler moves loads behind the products that they should run beside; a fence in some of
-    the turns holds them. Microseconds with 4, 8 and 16 rows by warps, turns of weights ahead, turns of inputs ahead (with 16
-    rows 4) and turns to a fence; and before, as a list of turns without fences (one H200, 2026-11-30):
-
-                                          list                  4, 4, 4, 4            4, 8, 8, 2            8, 4, 4, 4
-        8B: qkv, 6,144 x 4,096            18.2   19.1   21.3    18.5   18.9   19.5    20.5   20.8   22.9    21.1   21.4   25.1
-        gate and up, 28,672 x 4,096       63.5   65.5   71.6    60.8   61.4   65.7    62.0   62.9   69.5    64.2   65.1   89.2
-        o, 4,096 x 4,096                  12.5   13.3   14.7    13.0   13.1   14.1    12.4   12.6   14.2    12.8   13.1   17.2
-        down, 4,096 x 14,336              37.0   38.2   40.2    34.3   34.6   37.1    32.8   33.4   37.0    32.9   33.1   41.8
-        4B: o, 2,560 x 4,096              11.1   12.4   15.1    12.0   12.2   13.3    11.1   11.4   13.0    11.2   11.6   16.9
-        down, 2,560 x 9,728               20.1   20.9   23.8    21.6   21.8   24.6    18.9   19.3   22.9    18.8   19.3   28.7
-        14B: down, 5,120 x 17,408         57.9   61.8   70.0    47.4   47.9   51.3    56.2   57.7   68.9    53.6   55.8   65.8
-        1.7B: down, 2,048 x 6,144         10.4   11.5   12.9    12.8   13.2   14.4    11.0   11.3   12.9    10.5   10.6   12.3
-        vocabulary, 128,256 x 4,096      256.9  261.1  276.4   242.1  246.2  259.0   244.4  248.3          241.0  244.4  316.8
-        vocabulary, 151,936 x 2,560      217.4  221.7  209.9   183.4  187.5  205.1   183.2  187.4          196.3  198.2  322.1
-
-    With four turns ahead a multiprocessor has room for four programs of up to 8 rows (119 registers) and for three of 16
-    (159), with eight for two (212 and 201): these are for products with few programs. Where there are fewer programs than
-    multiprocessors, eight warps share one.
-
-    Attributes:
-        warps: warps, which divide K.
-        ahead: turns whose weights a warp loads ahead.
-        inputs: turns whose inputs a warp loads ahead.
-        fence: turns whose loads stand ahead of one fence, in a loop; 0: the turns are a list.
-    """
-
-    warps: int
-    ahead: int
-    inputs: int
-    fence: int
-
-    @classmethod
-    def of(cls, k: int, columns: int, programs: int, added: bool, divided: bool) -> FloatsConfig:
-        """The configuration for K elements and `columns` rows.
-
-        Args:
-            added: whether a residual is added.
-            divided: whether the product divides its rows' heads.
-        """
-        warps = float_warps(k) if divided or programs < FEW_PROGRAMS else MAX_WARPS // 2
-        turns = triton.cdiv(k // TURN.value, warps)
-        if turns <= (AHEAD if programs >= MANY_PROGRAMS else ALL_AHEAD):
-            held = turns <= (ALL_AHEAD if columns == STEP_ROWS else FAR_AHEAD if added else 0)
-            return cls(warps, turns, turns if held else 1, 0)
-        if divided:
-            return cls(warps, FAR_AHEAD, 1, 0)
-        if FEW_PROGRAMS <= programs <= SOME_PROGRAMS:
-            return cls(warps, FAR_AHEAD, FAR_AHEAD if columns == STEP_ROWS else AHEAD, 2)
-        return cls(warps, AHEAD, AHEAD, AHEAD)
 
 
 @triton.jit

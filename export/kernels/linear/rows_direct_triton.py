@@ -26,13 +26,8 @@ from ostinato.export.kernels.early_start_triton import start_next
 from ostinato.export.kernels.launch import at_most, launcher, pointers, starts_early
 from ostinato.export.kernels.operands import FEW_ROWS, FOUR_ROWS, STEP_ROWS, Convolution, Norm, RowIndex, Weight
 
-from .rows_direct_floats_triton import (
-    TURN,
-    FloatsConfig,
-    direct_floats_rows_early,
-    direct_long_floats_rows_early,
-    float_warps,
-)
+from .rows_direct_configs import FloatsConfig, IntegersConfig, float_warps
+from .rows_direct_floats_triton import TURN, direct_floats_rows_early, direct_long_floats_rows_early
 from .rows_direct_int4_triton import STRETCH, direct_rows_early
 from .rows_direct_integers_triton import direct_integers_rows_early, store_operands
 from .rows_direct_store_triton import MAX_WARPS, TILE
@@ -46,10 +41,6 @@ from .step_triton import bits_of
 LENGTH = STRETCH.value * BLOCK.value
 # Rows of gates per program.
 GATE_ROWS = 4
-# A warp of a product with other integers may have all its blocks under way if they are few and all programs have room.
-MOST_BLOCKS, H100_REGISTERS = 8, 132 * 65536
-# The most programs that have a fence in each turn: as many as have room at once.
-FENCED_PROGRAMS = 4 * 132
 # The most rows of a small weight.
 SMALL = 4096
 # Blocks of a row that a program prepares where there is no norm.
@@ -132,69 +123,6 @@ def _norm_linear_conv(
     convolution = conv_weight, conv_state, positions, slots
     product = DirectProduct(weight, gates=gates, gated=gated, convolution=convolution)
     return product.of(x, x.dtype, norm=norm, eps=eps), gated
-
-
-@dataclass(frozen=True)
-class IntegersConfig:
-    """Configuration of a product with integer weights: how many warps divide K, how many blocks each has of a turn, how many
-    turns are under way, and whether a fence in each turn holds loads ahead of products.
-
-    Microseconds of gate and up, 28,672 x 4,096 with SwiGLU, and of down, 4,096 x 14,336, among a layer's kernels in groups of
-    32, with scales loaded in each turn (of one block or two, as was faster) | by stretches (one H200, 2026-11-28):
-
-                  gate and up, up to 4 rows   up to 8        down, up to 4   up to 8
-        int4      27.0 | 21.3                 27.6 | 29.1    16.1 | 13.5     16.8 | 15.8
-        int4_min  30.1 | 27.7                 37.7 | 36.1    15.4 | 20.7     20.8 | 25.8
-        int8      39.2 | 36.2                 40.2 | 39.5    19.4 | 19.9     23.2 | 21.4
-
-    A layer with attention, its qkv and o with all blocks under way (where these have room) | by stretches with a fence (one
-    H200, 2026-11-30):
-
-                  up to 4 rows     up to 8
-        int4      52.7 | 53.7      65.2 | 64.2
-        int4_min  64.1 | 63.6      82.4 | 81.5
-        int8      77.4 | 76.6      85.8 | 84.2
-
-    Gate and up have so many programs that they do without: a fence takes registers, and then 25.8 and 29.8 us in int4, not
-    23.2 and 29.0.
-
-    The same layer with down without | with a fence (one H200, 2026-11-30):
-
-                  up to 4 rows     up to 8
-        int4      52.6 | 49.6      62.7 | 66.8
-        int4_min  64.4 | 62.9      84.6 | 83.2
-        int8      75.3 | 77.4      83.3 | 85.3
-    """
-
-    warps: int
-    blocks: int
-    ahead: int
-    fence: bool = False
-
-    @classmethod
-    def of(cls, weight: Weight, columns: int, programs: int) -> IntegersConfig:
-        blocks, bits = weight.columns // BLOCK.value, bits_of(weight)
-        minima = weight.minimum is not None
-        two = blocks % 2 == 0 and weight.group_size == 32
-        warps = MAX_WARPS // 2
-        turns = triton.cdiv(blocks, warps)
-        long = turns > MOST_BLOCKS
-        warps = MAX_WARPS if long else warps
-        at_once = not two or (columns == FOUR_ROWS and bits == 4 and not minima)
-        # A lane's registers with all blocks under way: words, scales and minima.
-        registers = 60 + turns * (2 * bits + (8 if minima else 4))
-        if at_once and not long and programs * 32 * warps * registers <= H100_REGISTERS:
-            return cls(warps, 1, turns)
-        # The scales of a long stretch, and its minima, take registers that other programs need.
-        if long and minima:
-            return cls(warps, 1, 1, fence=True)
-        if two:
-            fence = columns == FOUR_ROWS and bits == 4 if long else programs <= FENCED_PROGRAMS
-            return cls(warps, 2, 1, fence)
-        if columns == FOUR_ROWS:
-            return cls(warps, 1, 3 if long else 2)
-        # Two turns of rows with minima take 164 registers, one takes 96.
-        return cls(warps, 1, 2 if bits == 8 or long else 1)
 
 
 def prepared_at_once(blocks: int, norm: bool) -> int:

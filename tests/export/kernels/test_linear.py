@@ -17,7 +17,7 @@ from ostinato.export.formats.format import Format
 from ostinato.export.formats.int4 import Int4
 from ostinato.export.formats.int4_min import Int4Min
 from ostinato.export.formats.int8 import Int8
-from ostinato.export.kernels.linear import prefill_triton, reference, rows_direct_triton, rows_triton, step_triton
+from ostinato.export.kernels.linear import prefill_triton, reference, rows_direct_configs, rows_triton, step_triton
 from ostinato.export.kernels.linear.rows_direct_triton import takes_direct, takes_unprepared
 from ostinato.export.kernels.operands import RowIndex, Weight
 
@@ -224,7 +224,7 @@ def test_definition(
 def test_a_loop_of_turns(group: int | Format, rows: int, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large products with integers have a loop, in which not all turns are under way. Here it has three, of one block or of
     two, and the last one is not full; or five of one block; or, in long rows, five of two blocks or nine of one."""
-    monkeypatch.setattr(rows_direct_triton, "H100_REGISTERS", 0)
+    monkeypatch.setattr(rows_direct_configs, "H100_REGISTERS", 0)
     case = made(INTEGERS, Shape(40, 128 * blocks, group), [Run(SLOT, 7, rows)], BF16)
     check(case, rows_triton, "norm_swiglu", direct_error)
 

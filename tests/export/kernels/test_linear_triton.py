@@ -20,13 +20,13 @@ from ostinato.export.formats.int8 import Int8
 from ostinato.export.kernels.linear import (
     prefill_triton,
     reference,
-    rows_direct_floats_triton,
+    rows_direct_configs,
     rows_triton,
     step_triton,
 )
 from ostinato.export.kernels.linear.limits import check_weight
 from ostinato.export.kernels.linear.panels import pack_panels
-from ostinato.export.kernels.linear.rows_direct_floats_triton import FloatsConfig
+from ostinato.export.kernels.linear.rows_direct_configs import FloatsConfig
 from ostinato.export.kernels.linear.step_triton import StepConfig, config_for, units_per_lane
 from ostinato.export.kernels.operands import HeadSquares, Weight
 
@@ -109,7 +109,7 @@ def test_many_outputs_in_bfloat16(k: int, rows: int, monkeypatch: pytest.MonkeyP
     """A warp's turns are then a loop, not all under way at once. This changes nothing for an output."""
     case = make(Shape(40, k), [Run(SLOT, 0, rows)], BF16)
     at_once = product_of(case)
-    monkeypatch.setattr(rows_direct_floats_triton, "MANY_PROGRAMS", 1)
+    monkeypatch.setattr(rows_direct_configs, "MANY_PROGRAMS", 1)
     assert FloatsConfig.of(k, 16, 3, added=False, divided=False) == FloatsConfig(4, 4, 4, 4)
     assert torch.equal(product_of(case), at_once)
 
@@ -120,10 +120,10 @@ def test_programs_of_four_warps_in_bfloat16(k: int, rows: int, monkeypatch: pyte
     last bits."""
     case = make(Shape(40, k), [Run(SLOT, 0, rows)], BF16)
     eight = product_of(case)
-    monkeypatch.setattr(rows_direct_floats_triton, "FEW_PROGRAMS", 1)
+    monkeypatch.setattr(rows_direct_configs, "FEW_PROGRAMS", 1)
     assert FloatsConfig.of(k, 16, 3, added=False, divided=False) == FloatsConfig(4, 8, 4, 2)
     far_ahead = product_of(case)
-    monkeypatch.setattr(rows_direct_floats_triton, "SOME_PROGRAMS", 1)
+    monkeypatch.setattr(rows_direct_configs, "SOME_PROGRAMS", 1)
     assert FloatsConfig.of(k, 16, 3, added=False, divided=False) == FloatsConfig(4, 4, 4, 4)
     assert torch.equal(product_of(case), far_ahead)
     assert torch.allclose(far_ahead, eight, rtol=0, atol=1e-5)
