@@ -33,6 +33,7 @@ from kernel_arguments import Arguments, Shapes, add_format_options, format_of
 from kernel_case import Case
 from kernel_cases import layer_cases
 
+from ostinato.delegate.code.side_stream import side_stream
 from ostinato.delegate.errors import OptionError, OstinatoError
 from ostinato.delegate.graphs.nodes import inspect_graph, start_early
 from ostinato.export.compile.inductor_internals import choose_ptxas
@@ -109,7 +110,7 @@ def time_layers(cases: Sequence[Case], shapes: Shapes, layers: int) -> tuple[flo
 
 def _captured(cases: Sequence[Case], sets: Sequence[Sequence[Arguments]], layers: int) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side_stream(torch.device("cuda", torch.cuda.current_device()))):
         for layer in range(layers):
             for case, arguments in zip(cases, sets, strict=True):
                 case.kernel(*arguments[layer].values())

@@ -13,6 +13,7 @@ from kernel_arguments import Arguments, RandomTensors, Shapes, tensors_of, with_
 from kernel_case import Case
 from torch import Tensor
 
+from ostinato.delegate.code.side_stream import side_stream
 from ostinato.delegate.graphs.nodes import inspect_graph, start_early
 from ostinato.export.kernels.delta_rule.reference import whole_states
 from ostinato.export.kernels.operands import RecurrentState
@@ -118,7 +119,7 @@ def time_case(case: Case, sets: list[Arguments], repetitions: int, *, early: boo
     kernel(*sets[0].values())
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side_stream(torch.device("cuda", torch.cuda.current_device()))):
         for number in range(launches):
             kernel(*sets[number % len(sets)].values())
     kernels = inspect_graph(graph.raw_cuda_graph()).kernels

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ostinato.delegate.cuda_driver import DriverError, call_driver, cuda_driver
+from ostinato.delegate.cuda_driver import DriverError, call_driver, cuda_driver, fetch_lines
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ side_lock = threading.RLock()
 
 @functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one stream for all captures and all methods that share it.
+    """The one stream for all captures and all methods that share it. With it the device's cache begins to `fetch_lines`.
 
     One stream per method would cost 32 MiB each on an H200: cuBLAS keeps a workspace for every stream that it has seen.
 
@@ -37,12 +37,16 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
     """
     # torch's are made with the first of them, which starts CUDA on the device.
     shared = torch.cuda.Stream(device)
-    try:
-        with torch.cuda.device(device):
+    with torch.cuda.device(device):
+        try:
+            fetch_lines()
+        except DriverError as error:
+            logger.debug("the cache fetches as it did: %s", error)
+        try:
             (own,) = call_driver(cuda_driver(), "cuStreamCreate", _NON_BLOCKING)
-    except DriverError as error:
-        logger.warning("captures have no stream of their own (%s): use at most 30 streams beside them", error)
-        return shared
+        except DriverError as error:
+            logger.warning("captures have no stream of their own (%s): use at most 30 streams beside them", error)
+            return shared
     # Never destroyed: it lives as long as the process.
     return torch.cuda.ExternalStream(int(own), device)
 

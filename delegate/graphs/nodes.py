@@ -68,12 +68,13 @@ from ostinato.delegate.errors import first_line
 _WHEN_ALL_PROGRAMS_SAY_SO = 1
 _TYPE_PREFIX = "CU_GRAPH_NODE_TYPE_"
 # A kernel's shared memory in percent of its maximum, by what stands in its name ahead of `names.EARLY_KERNEL`. A kernel that
-# needs more gets more. Of an H200's 228 KB these are 0, 8, 16, 64, 100 and 164 KB. Other kernels of several rows get
+# needs more gets more. Of an H200's 228 KB these are 0, 8, 16, 64, 100, 164 and 228 KB. Other kernels of several rows get
 # _OTHERS_OF_ROWS, others what the driver chooses.
 #
 # Found by trying all of these, kernel by kernel, for whole layers of several models together (H200, 2026-11-28; `direct_*`
 # 2026-11-29, and 2026-11-30 the long one, which needs more cache than others for its loads: a layer of an 8B in bfloat16 with
-# 4 and 8 rows takes 118 and 122 us, with _OTHERS_OF_ROWS 141 and 150).
+# 4 and 8 rows takes 118 and 122 us, with _OTHERS_OF_ROWS 141 and 150). `gate_up_fixed_rows` 2026-12-01: layers of the
+# flagship with 32, 64 and 128 rows take 144.3, 201.9 and 282.2 us, with _OTHERS_OF_ROWS 146.7, 202.0 and 283.8.
 SHARED_MEMORY = {
     "attend_combine": 0,
     "attend_split": 43,
@@ -86,6 +87,7 @@ SHARED_MEMORY = {
     "direct_unpacked_rows": 0,
     "experts_down": 0,
     "experts_gate_up": 0,
+    "gate_up_fixed_rows": 100,
     "linear_add": 60,
     "norm_linear": 28,
     "norm_linear_conv": 43,

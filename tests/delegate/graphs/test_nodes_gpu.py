@@ -16,7 +16,7 @@ from torch import Tensor
 from ostinato.delegate import load_program
 from ostinato.delegate.code.side_stream import side_stream
 from ostinato.delegate.code.used_streams import UsedStreams
-from ostinato.delegate.cuda_driver import DriverError
+from ostinato.delegate.cuda_driver import DriverError, call_driver
 from ostinato.delegate.graphs import nodes as graph_nodes
 from ostinato.delegate.graphs import recorders as graph_recorders
 from ostinato.delegate.graphs.nodes import start_early
@@ -128,7 +128,7 @@ def test_a_kernel_has_its_division_of_the_memory(
     kind = driver.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
     found: dict[str, set[int]] = {}
     for node in graph_nodes._nodes(driver, driver.CUgraph(graph_of(machine))):
-        (value,) = graph_nodes.call_driver(driver, "cuGraphKernelNodeGetAttribute", node, kind)
+        (value,) = call_driver(driver, "cuGraphKernelNodeGetAttribute", node, kind)
         found.setdefault(graph_nodes._kernel_of(driver, node).name, set()).add(value.sharedMemCarveout)
     assert found["turn_early"] == {43}
     assert found["turn_plainly"] != found["turn_early"]
@@ -137,6 +137,14 @@ def test_a_kernel_has_its_division_of_the_memory(
     for _ in chain:
         expected = kernels.turned(expected, weight)
     assert torch.equal(replayed(machine, x), expected)
+
+
+def test_the_cache_fetches_lines(kernels: ModuleType) -> None:
+    from cuda.bindings import driver
+
+    side_stream(random_input(kernels).device)
+    (granularity,) = call_driver(driver, "cuCtxGetLimit", driver.CUlimit.CU_LIMIT_MAX_L2_FETCH_GRANULARITY)
+    assert granularity == 128
 
 
 def test_results_are_those_of_torch_and_the_same_each_time(kernels: ModuleType, weight: Tensor) -> None:
