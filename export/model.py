@@ -14,7 +14,7 @@ import torch
 
 from ostinato.delegate.artifact import names
 from ostinato.delegate.artifact.json_files import read_json
-from ostinato.delegate.artifact.records import Growth
+from ostinato.delegate.artifact.records import Growth, StateKind
 from ostinato.delegate.errors import CheckpointError, ExportError
 from ostinato.delegate.memory import MemoryWatch
 from ostinato.export.compile.gpu import compile_target, gpu_properties
@@ -25,7 +25,7 @@ from .compile.trace import Chain
 from .formats.quantization import Quantization
 from .kernels import host_kernels_for, kernels_for
 from .layers.host_experts import STREAMED
-from .layers.state import state_forms
+from .layers.state import state_forms, state_of_kind
 from .models import FAMILIES, LanguageModel, ModelConfig, build_network, open_gguf, parse_config, read_config
 from .models.config import MAX_SIZE, short
 from .models.family import Family
@@ -55,6 +55,7 @@ def export_model(
     prefill_chunk: int | None = None,
     quant: Quantization | None = None,
     cpu_moe: bool | int = False,
+    state_dtype: str = "float32",
     load_format: str = "auto",
     progress: Progress | None = None,
 ) -> ExportReport:
@@ -75,13 +76,14 @@ def export_model(
         quant: how weights are quantised; None keeps them in `dtype`.
         cpu_moe: whether routed experts stay in the host's memory and are computed on the CPU; a number: those of so many
             layers, counted from the first. Everything else runs on `device`.
+        state_dtype: "float32", or on a GPU "bfloat16": of the recurrent states of delta-nets.
         load_format: "auto" reads the folder's safetensors; "dummy" makes random weights that fit its config.json.
         progress: shows and keeps the time of each stage.
 
     Raises:
         CheckpointError: the folder is not a checkpoint of a supported model, or its tensors do not fit its config.
         ExportError: there is no compiler, or no room on the disk; a length, dtype, group size or number of layers is out of
-            range; or the kernels cannot take a shape.
+            range; or the kernels cannot take a shape, or this dtype of states.
         TargetError: the device is "cuda", and there is no GPU.
         DeviceMemoryError: the GPU has not enough memory to quantise a weight, or to try its kernels.
     """
@@ -101,6 +103,7 @@ def export_model(
         prefill_chunk=_prefill_chunk(length, prefill_chunk),
         quant=quant,
         cpu_moe=_cpu_moe(config, cpu_moe),
+        state_dtype=state_dtype,
     )
     if load_format not in LOAD_FORMATS:
         raise ExportError(f"unknown load format {load_format!r}; the load formats are: {', '.join(LOAD_FORMATS)}")
@@ -146,9 +149,11 @@ def make_network(family: Family, config: ModelConfig, options: ExportOptions) ->
         TargetError: the device is "cuda", and there is no GPU.
     """
     compile_target(options.device)
+    if options.state_dtype not in DTYPES:
+        raise ExportError(f"unknown state dtype {options.state_dtype!r}; the dtypes are: {', '.join(DTYPES)}")
     form = None if options.quant is None else options.quant.weights
     family.check_limits(config, form, options.device, DTYPES[options.dtype])
-    return build_network(
+    network = build_network(
         config,
         options.max_seq_len,
         DTYPES[options.dtype],
@@ -158,7 +163,14 @@ def make_network(family: Family, config: ModelConfig, options: ExportOptions) ->
         formats=options.formats,
         cpu_moe=options.cpu_moe,
         host_kernels=host_kernels_for(options.device),
+        state_dtype=DTYPES[options.state_dtype],
     )
+    if options.state_dtype != "float32":
+        if not state_of_kind(network, StateKind.RECURRENT):
+            raise ExportError(f"--state-dtype is for models with recurrent states; {config.model_type!r} has none")
+        if options.device != "cuda":
+            raise ExportError(f"--state-dtype {options.state_dtype} is for GPUs: on a CPU recurrent states are float32")
+    return network
 
 
 def record_of(network: LanguageModel, family: Family, options: ExportOptions) -> ExportRecord:

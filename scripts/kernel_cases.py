@@ -17,7 +17,9 @@ from ostinato.delegate.errors import ExportError
 from ostinato.export.formats.int4 import Int4
 from ostinato.export.kernels.experts.limits import check_experts
 from ostinato.export.kernels.operands import (
+    PENDING_MOVES,
     PENDING_UPDATES,
+    STATE_MOVES,
     Convolution,
     Decay,
     ExpertWeights,
@@ -90,10 +92,7 @@ def _delta_net(config: Qwen3_5Config, shapes: Shapes, rows: int, layers: int) ->
     size, channels = config.hidden_size, config.delta_net.channels
     outputs, itemsize = channels + value_dim, shapes.dtype.itemsize
     pending = PENDING_UPDATES
-    # Several rows write a state in one of `pending + 1` steps. In the others each writes an update, and as many are pending
-    # as on an average of these steps.
-    used = 1 / 2 + 1 / (pending + 1)
-    moves = {"state.stored": 1 + 1 / (pending + 1), "state.keys": used, "state.updates": used}
+    moves = {"state.stored": STATE_MOVES, "state.keys": PENDING_MOVES, "state.updates": PENDING_MOVES}
     if rows == 1:
         moves = {"state.stored": 2, "state.keys": 0, "state.updates": 0}
 

@@ -149,6 +149,12 @@ def capitals_bfloat16(exported: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
+def capitals_bfloat16_states(exported: Callable[..., Path]) -> Path:
+    """The shipped checkpoint on a GPU: float32, but recurrent states in bfloat16."""
+    return _capitals_on_a_gpu(exported, "capitals-cuda-bfloat16-states", state_dtype="bfloat16")
+
+
+@pytest.fixture(scope="session")
 def capitals_int4(exported: Callable[..., Path]) -> Path:
     """The shipped checkpoint on a GPU: int4 and float32."""
     from ostinato.export import Quantization

@@ -215,6 +215,15 @@ def test_what_cpu_moe_is_in_python(tmp_path: Path) -> None:
         export_model(CAPITALS, tmp_path / "artifact", cpu_moe="all")  # type: ignore[arg-type]
 
 
+def test_dtypes_of_states(export_fails: Fails, capitals_checkpoint: Path, tmp_path: Path) -> None:
+    error = export_fails(capitals_checkpoint, "--state-dtype", "bfloat16")
+    assert "--state-dtype bfloat16 is for GPUs: on a CPU recurrent states are float32" in error
+    error = export_fails(CONFIGS / "Llama-3.1-8B", "--load-format", "dummy", "--state-dtype", "bfloat16")
+    assert "--state-dtype is for models with recurrent states; 'llama' has none" in error
+    with pytest.raises(ExportError, match="unknown state dtype 'half'; the dtypes are: float32, bfloat16"):
+        export_model(CAPITALS, tmp_path / "artifact", state_dtype="half")
+
+
 def test_shapes_that_int4_cannot_take(export_fails: Fails, checkpoint: Path) -> None:
     # The default of --group-size is 128.
     error = export_fails(checkpoint, "--quant", "int4")

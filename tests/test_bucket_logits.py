@@ -56,6 +56,14 @@ def test_float32_on_a_gpu(fixture: str, request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.gpu
+def test_bfloat16_states_on_a_gpu(capitals_bfloat16_states: Path) -> None:
+    """A state is read as it was rounded, whatever the number of rows."""
+    found = differences(capitals_bfloat16_states)
+    assert max(one.median for one in found) < FLOAT32
+    assert sum(one.other_tokens for one in found) == 0
+
+
+@pytest.mark.gpu
 def test_bfloat16_on_a_gpu(capitals_bfloat16: Path) -> None:
     found = differences(capitals_bfloat16)
     assert max(one.median for one in found) < BFLOAT16

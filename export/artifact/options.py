@@ -31,6 +31,7 @@ class ExportOptions:
         quant: how weights are quantised; None: not at all.
         cpu_moe: number of layers, counted from the first, whose routed experts stay on the host.
         formats: the checkpoint's own number formats, in which its weights are stored; see `StoredFormats`.
+        state_dtype: "float32" or "bfloat16": of recurrent states. Artifacts from before this option have float32.
     """
 
     device: str
@@ -40,11 +41,12 @@ class ExportOptions:
     quant: Quantization | None
     cpu_moe: int
     formats: StoredFormats = field(default_factory=dict)
+    state_dtype: str = "float32"
 
     def __str__(self) -> str:
-        return (
-            f"{self.device}, {self.dtype}, {self.quant or ('as the file has it' if self.formats else 'not quantised')}"
-        )
+        quant = self.quant or ("as the file has it" if self.formats else "not quantised")
+        states = "" if self.state_dtype == "float32" else f", states in {self.state_dtype}"
+        return f"{self.device}, {self.dtype}, {quant}{states}"
 
 
 @dataclass(frozen=True)

@@ -149,6 +149,9 @@ class Heads:
 MAX_ROWS, SOME_ROWS, FEW_ROWS, STEP_ROWS, FOUR_ROWS, TWO_ROWS = 512, 256, 16, 8, 4, 2
 # P of `RecurrentState` on a GPU: a state is written in every eighth step. At most 8, and V - V / 8 for the smallest V, of 16.
 PENDING_UPDATES = 7
+# How often a step that keeps updates pending moves a stored state, and the room for updates. It writes the state in one of
+# P + 1 steps. In the others it writes an update, and as many are pending as on an average of these steps.
+STATE_MOVES, PENDING_MOVES = 1 + 1 / (PENDING_UPDATES + 1), 1 / 2 + 1 / (PENDING_UPDATES + 1)
 
 
 class RowIndex(NamedTuple):
@@ -242,7 +245,8 @@ class RecurrentState:
     `S = exp(g) S + k u^T`, with a log decay g, a key k, and values u. Heads that share a key head share its keys.
 
     Attributes:
-        stored: [slots, H, K, V] float32.
+        stored: [slots, H, K, V], float32 or bfloat16. In bfloat16 a matrix is rounded whenever it is written; all else is
+            computed in float32.
         keys: [slots, key_heads, P, K] in the model's dtype, as they are before their normalisation. None: no update is
             ever pending.
         updates: [slots, H, P + 1, V] float32; None with `keys`. The first P rows are values, to which the write strength
@@ -257,7 +261,13 @@ class RecurrentState:
 
     @classmethod
     def zeros(
-        cls, slots: int, heads: tuple[int, int], dims: tuple[int, int], pending: int, dtype: torch.dtype
+        cls,
+        slots: int,
+        heads: tuple[int, int],
+        dims: tuple[int, int],
+        pending: int,
+        dtype: torch.dtype,
+        stored_dtype: torch.dtype = torch.float32,
     ) -> RecurrentState:
         """Make states of zeros on the CPU.
 
@@ -266,9 +276,10 @@ class RecurrentState:
             dims: K and V.
             pending: P; 0: no update is ever pending.
             dtype: the model's.
+            stored_dtype: dtype of the stored matrices.
         """
         (key_heads, count), (key_dim, value_dim) = heads, dims
-        stored = torch.zeros(slots, count, key_dim, value_dim, device="cpu")
+        stored = torch.zeros(slots, count, key_dim, value_dim, dtype=stored_dtype, device="cpu")
         if not pending:
             return cls(stored)
         keys = torch.zeros(slots, key_heads, pending, key_dim, dtype=dtype, device="cpu")

@@ -33,6 +33,7 @@ class Build:
         cpu_moe: number of layers, counted from the first, whose routed experts stay on the host.
         host_kernels: the functions for these experts.
         page_size: positions in a page of the KV caches.
+        state_dtype: dtype of recurrent states.
     """
 
     kernels: type[Kernels]
@@ -43,6 +44,7 @@ class Build:
     cpu_moe: int = 0
     host_kernels: type[Kernels] = Kernels
     page_size: int = PAGE_SIZE
+    state_dtype: torch.dtype = torch.float32
 
     @property
     def format(self) -> Format | None:

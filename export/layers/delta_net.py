@@ -8,7 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.delegate.artifact.records import StateKind
-from ostinato.export.kernels.operands import Convolution, Decay, HeadSquares, RecurrentState, RowIndex
+from ostinato.export.kernels.operands import (
+    PENDING_MOVES,
+    STATE_MOVES,
+    Convolution,
+    Decay,
+    HeadSquares,
+    RecurrentState,
+    RowIndex,
+)
 
 from .build import Build, parameter
 from .linear import Linear
@@ -56,12 +64,13 @@ class CausalConv(nn.Module):
 class GatedDeltaNet(nn.Module):
     """One layer's linear attention. Its buffers hold each session's last inputs of the convolution, and its recurrent state.
 
-    The recurrent state is float32 in every model dtype: it accumulates over the whole sequence. The gates' projections stay
-    in the model's dtype when other weights are quantised.
+    The recurrent state is float32 in every model dtype unless the build says otherwise: it accumulates over the whole
+    sequence. The gates' projections stay in the model's dtype when other weights are quantised.
 
     Attributes:
-        unmoved_state: names of the buffers that hold pending updates of the state. A step of one row leaves none, so it does
-            not move these buffers.
+        pending_state: names of the buffers that hold pending updates of the state.
+        state_moves: how often a step of one row moves a buffer, by name; others are read and written once. With states in
+            float32 it leaves no update pending.
     """
 
     conv_state: Tensor
@@ -87,13 +96,16 @@ class GatedDeltaNet(nn.Module):
         register_state(self, StateKind.CONVOLUTION, conv_state=conv)
         dims = sizes.key_head_dim, value_size
         recurrent = RecurrentState.zeros(
-            EXAMPLE_SLOTS, (sizes.key_heads, heads), dims, self.kernels.pending_updates, build.dtype
+            EXAMPLE_SLOTS, (sizes.key_heads, heads), dims, self.kernels.pending_updates, build.dtype, build.state_dtype
         )
         register_state(self, StateKind.RECURRENT, recurrent_state=recurrent.stored)
-        self.unmoved_state: tuple[str, ...] = ()
+        self.pending_state: tuple[str, ...] = ()
         if recurrent.keys is not None and recurrent.updates is not None:
             register_state(self, StateKind.RECURRENT, pending_keys=recurrent.keys, pending_updates=recurrent.updates)
-            self.unmoved_state = "pending_keys", "pending_updates"
+            self.pending_state = "pending_keys", "pending_updates"
+        self.state_moves = dict.fromkeys(self.pending_state, 0.0)
+        if self.pending_state and build.state_dtype != torch.float32:
+            self.state_moves = dict.fromkeys(self.pending_state, PENDING_MOVES) | {"recurrent_state": STATE_MOVES}
 
     @property
     def convolution(self) -> Convolution:
@@ -101,7 +113,7 @@ class GatedDeltaNet(nn.Module):
 
     @property
     def recurrence(self) -> RecurrentState:
-        return RecurrentState(self.recurrent_state, *(getattr(self, name) for name in self.unmoved_state))
+        return RecurrentState(self.recurrent_state, *(getattr(self, name) for name in self.pending_state))
 
     @property
     def decay(self) -> Decay:

@@ -111,6 +111,7 @@ def build_network(
     cpu_moe: int = 0,
     host_kernels: type[Kernels] = Kernels,
     page_size: int = PAGE_SIZE,
+    state_dtype: torch.dtype = torch.float32,
 ) -> LanguageModel:
     """Build the network of a config. Its parameters have shapes and no storage; its state buffers are on the CPU.
 
@@ -125,11 +126,13 @@ def build_network(
         cpu_moe: number of layers, counted from the first, whose routed experts stay on the host.
         host_kernels: result of `host_kernels_for` the same device, for these experts; by default the references.
         page_size: positions in a page of the KV caches: a power of two, 16 or more.
+        state_dtype: dtype of recurrent states, float32 or bfloat16.
 
     Raises:
         CheckpointError: the product of some sizes is more than a tensor, or this machine's memory, can hold.
     """
-    build = Build(kernels, dtype, max_seq_len, max_chunk or max_seq_len - 1, quant, cpu_moe, host_kernels, page_size)
+    chunk = max_chunk or max_seq_len - 1
+    build = Build(kernels, dtype, max_seq_len, chunk, quant, cpu_moe, host_kernels, page_size, state_dtype)
     try:
         with torch.device("meta"):
             network = find_family(config.model_type).network(config, build)

@@ -14,8 +14,8 @@ def decode_bytes(network: nn.Module, device: str) -> int:
     read and written once.
 
     A layer has a `token_fraction` if a token reads only this fraction of its weights. It is `on_host` if its weights are in
-    the host's memory. A tied embedding is also the head's weight, and is read whole. Buffers in a layer's `unmoved_state` do
-    not count.
+    the host's memory. A tied embedding is also the head's weight, and is read whole. A layer's `state_moves` say of some of
+    its buffers how often these move.
     """
     shares: dict[nn.Parameter, float] = {}
     for module in network.modules():
@@ -25,15 +25,13 @@ def decode_bytes(network: nn.Module, device: str) -> int:
                 share = 0.0
             shares[parameter] = max(share, shares.get(parameter, 0.0))
     weights = sum(share * parameter.nbytes for parameter, share in shares.items())
-    unmoved = sum(
-        module.get_buffer(name)[0].nbytes
+    moves = {
+        module.get_buffer(name): times
         for module in network.modules()
-        for name in getattr(module, "unmoved_state", ())
-    )
-    state = (
-        sum(buffer[0].nbytes for buffer in state_of_kind(network, StateKind.CONVOLUTION, StateKind.RECURRENT)) - unmoved
-    )
-    return round(weights) + 2 * state
+        for name, times in getattr(module, "state_moves", {}).items()
+    }
+    buffers = state_of_kind(network, StateKind.CONVOLUTION, StateKind.RECURRENT)
+    return round(weights + sum(moves.get(buffer, 2.0) * buffer[0].nbytes for buffer in buffers))
 
 
 def kv_bytes_per_token(network: nn.Module) -> int:

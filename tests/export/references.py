@@ -220,6 +220,7 @@ def load_ours(
     kernels: type[Kernels] = Kernels,
     slots: int = 2,
     keeps: bool = False,
+    state_dtype: torch.dtype = torch.float32,
 ) -> LanguageModel:
     """Return our module with the weights of a folder or a GGUF file, and new state for `slots` sessions.
 
@@ -230,7 +231,9 @@ def load_ours(
     tensors = open_gguf(folder).tensors if folder.is_file() else None
 
     def build(formats: StoredFormats) -> LanguageModel:
-        return build_network(config, max_seq_len, dtype, cpu_moe=cpu_moe, kernels=kernels, formats=formats)
+        return build_network(
+            config, max_seq_len, dtype, cpu_moe=cpu_moe, kernels=kernels, formats=formats, state_dtype=state_dtype
+        )
 
     model = build({})
     if keeps:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -129,7 +130,13 @@ def test_artifacts_that_cannot_be(artifact: Path, tmp_path: Path) -> None:
 def test_options_are_read_as_they_were_written() -> None:
     options = ExportOptions("cpu", "float32", 64, 32, Quantization(32, hqq=True), 2)
     record = ExportRecord.of(options, "ostinato.export.models.qwen3_5", ["b", "a"])
-    assert ExportRecord.from_metadata({"get_export_options": record.to_json()}, "x") == record
+    narrow = replace(record, options=replace(options, device="cuda", state_dtype="bfloat16"))
+    for one in (record, narrow):
+        assert ExportRecord.from_metadata({"get_export_options": one.to_json()}, "x") == one
+    assert str(narrow.options) == f"cuda, float32, {options.quant}, states in bfloat16"
+    # Older artifacts do not say what their states are.
+    older = record.to_json().replace(', "state_dtype": "float32"', "")
+    assert older != record.to_json() and ExportRecord.from_metadata({"get_export_options": older}, "x") == record
     for text in ("{", "[]", "{}", record.to_json().replace('"hqq"', '"hqqq"'), record.to_json().replace("32", '"a"')):
         with pytest.raises((ArtifactError, ExportError)):
             ExportRecord.from_metadata({"get_export_options": text}, "x")

@@ -225,7 +225,7 @@ def scan_kernel(
     cells = state + (tl.maximum(slot, 0) * HEADS + head) * K * V + keys[None, :] * V + values[:, None]
     s = tl.load(cells)
     fresh = tl.load(positions) == 0
-    s = tl.where(fresh, 0.0, s)
+    s = tl.where(fresh, 0.0, s.to(tl.float32))
     held_keys = keys_of(pending_keys, slot, head, HEADS, KEY_HEADS, K, P)
     updates = updates_of(pending, slot, head, HEADS, V, P)
     count = tl.load(count_cell(updates, begin, V, P), mask=(slot >= 0) & (fresh == 0), other=0.0).to(tl.int32)

@@ -108,7 +108,7 @@ def gated_delta_rule(
         k, v = k.masked_fill(padding[:, None], 0), v.masked_fill(padding[:, None], 0)
         g, beta = g.masked_fill(padding, 0), beta.masked_fill(padding, 0)
         out, after = chunked_gated_delta_rule(q, k, v, g, beta, before, max_tokens)
-    state.stored.index_copy_(0, slot, after.unsqueeze(0))
+    state.stored.index_copy_(0, slot, after.unsqueeze(0).to(state.stored.dtype))
     if state.updates is not None:
         # The counts of pending updates.
         state.updates[:, :, -1, -(value_dim // 8) :].index_fill_(0, slot, 0)
@@ -116,12 +116,13 @@ def gated_delta_rule(
 
 
 def whole_states(state: RecurrentState, slots: Tensor) -> Tensor:
-    """Return the states of some slots with their pending updates: [N, H, K, V] in the dtype of the stored ones.
+    """Return the states of some slots with their pending updates: [N, H, K, V] in float32, or float64 if they are stored so.
 
     Args:
         slots: [N] int64.
     """
     whole = state.stored.index_select(0, slots)
+    whole = whole.to(torch.promote_types(whole.dtype, torch.float32))
     if state.keys is None or state.updates is None:
         return whole
     keys, updates = (

@@ -203,7 +203,7 @@ def take_run(
     size = tl.cast(rows, tl.int64) * (HEADS * CHUNK)
     cells = state + tl.arange(0, K)[None, :] * V + values[:, None]
     s = tl.load(cells, mask=fresh == 0, other=0.0)
-    s = add_pending_columns(s, pending_keys, updates, count, values, K, V, P)
+    s = add_pending_columns(s.to(tl.float32), pending_keys, updates, count, values, K, V, P)
     wait_for_previous(EARLY)
     store_count(updates, tl.program_id(0) * values.shape[0], 0, True, values.shape[0], V, P)
     for start in tl.range(first, end, CHUNK, num_stages=3):

@@ -9,92 +9,30 @@ states on their way from memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
-from ostinato.export.kernels.launch import at_most, is_one, launcher, row_vector, starts_early
-from ostinato.export.kernels.operands import FEW_ROWS, Decay, RecurrentState, RowIndex
+from ostinato.export.kernels.launch import is_one, launcher, row_vector, starts_early
+from ostinato.export.kernels.operands import Decay, RecurrentState, RowIndex
 
 from . import step_triton
 from .limits import check_delta_rule
 from .math_triton import add_pairs, add_triples, inverse_length, log_decay, write_strength
-from .pending_triton import add_pending, count_cell, keys_of, load_pending, pending_products, store_count, updates_of
+from .pending_triton import (
+    add_pending,
+    count_cell,
+    keys_of,
+    load_pending,
+    pending_products,
+    state_cells,
+    store_count,
+    updates_of,
+)
 from .rows_chunk_triton import FACTORS, delta_run_rows_early, delta_solve_rows_early
-
-
-@dataclass(frozen=True)
-class RunsConfig:
-    """Sizes of the two kernels for long runs. One solves chunks, which does not need the state; the other moves the state.
-
-    Attributes:
-        long: the fewest rows of a run that is taken in chunks, at least 2.
-        chunk: rows of a chunk.
-        warps: warps of a program that moves the state.
-        programs: programs that move the state, for each block of values of a head.
-        solving_warps: warps of a program that solves chunks.
-        solving_programs: programs that solve chunks, for each head.
-    """
-
-    long: int
-    chunk: int
-    warps: int
-    programs: int
-    solving_warps: int
-    solving_programs: int
-
-
-@dataclass(frozen=True)
-class DeltaConfig:
-    """Sizes of one program of the delta rule.
-
-    Attributes:
-        values: columns of a head's state per program, at most, also in the kernel that moves the state by long runs.
-        span: values that a program takes at once of a short run; their squares have a sum of their own.
-        warps: warps of a program.
-        runs: sizes of the kernels for long runs. None if no run is long.
-    """
-
-    values: int
-    span: int
-    warps: int
-    runs: RunsConfig | None = None
-
-
-RUNS = RunsConfig(long=6, chunk=16, warps=4, programs=4, solving_warps=1, solving_programs=16)
-# In us, with the flagship's shape, by values and warps of a program. On an H200, 2026-11-23, with the linear layers around
-# the kernel, 32, 64 and 128 single rows take 63.2, 110.6 and 213.9 with 32 and two; 62.2, 106.5 and 205.8 with 64 and two
-# (255 registers, nothing spilled); 65.3, 113.2 and 200.0 with 128 and four. The kernel alone, for runs of 64 and 128, takes
-# 33.0 and 46.1 with 32 and two; 23.5 and 36.0 with 64 and four. Whole layers of 2, 4, 8 and 16 single rows take 34.6, 47.3,
-# 75.3 and 117.4 with 32 and two; 34.1, 47.8, 76.0 and 117.6 with 32 and four; 36.1, 47.8, 73.1 and 115.1 with 16 and one; a
-# run of 16 takes 118.5 and 113.8 with the first and the last (one H100, 2026-11-27). Of a smaller model, with half as
-# many heads, 2 rows take 24.3 and 23.7 with the first two, and 8 rows 31.9 and 34.3 with the first and the last.
-# Layers of a run of 2, 4, 8 and 16 rows take 30.9, 38.6, 56.8 and 97.9, in the company of others 29.9, 37.6, 56.5 and 98.3.
-# When a run's first program took all values, a run took 31.6, 40.1, 58.2 and 100.2. Taken by twos, rows need more registers
-# (41.6 for 4 rows, or 40.3 with inputs loaded ahead); 32, 64 and 128 single rows take 150, 212 and 298 with 64 and two, but
-# 154, 232 and 341 with 16 and one, 159, 226 and 325 with 32 and two, 161, 231 and 337 with 64 and four (one H200,
-# 2026-11-28).
-# With 16 heads, layers of 2, 4 and 8 single rows take 18.7, 21.5 and 24.2 with CONFIGS, and 18.4, 20.9 and 24.1 with
-# SMALL_CONFIGS; of a run 19.8, 23.0 and 27.0, and 19.1, 22.5 and 26.8 (one H200, 2026-11-30).
-# Up to FEW_ROWS rows CONFIGS, or SMALL_CONFIGS up to SMALL_HEADS heads, by the most rows times heads, and FEW for more of
-# these; MANY for more rows.
-CONFIGS = {64: DeltaConfig(values=32, span=16, warps=4), 128: DeltaConfig(values=32, span=16, warps=2)}
-SMALL_HEADS = 16
-SMALL_CONFIGS = {32: DeltaConfig(values=16, span=16, warps=2), 128: DeltaConfig(values=16, span=16, warps=1)}
-FEW, MANY = DeltaConfig(values=16, span=8, warps=1), DeltaConfig(values=64, span=16, warps=2, runs=RUNS)
-
-
-def config_for(rows: int | torch.SymInt, heads: int) -> DeltaConfig:
-    """The configuration for so many rows, at most, of so many heads."""
-    if not at_most(rows, FEW_ROWS):
-        return MANY
-    configs = SMALL_CONFIGS if heads <= SMALL_HEADS else CONFIGS
-    return next((config for most, config in configs.items() if at_most(rows * heads, most)), FEW)
-
+from .rows_configs import config_for
 
 # The most programs that take short runs, for each block of values of a head.
 MAX_PROGRAMS = 64
@@ -109,12 +47,14 @@ def delta_step(
     norm_weight: Tensor,
     key_heads: int,
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.delta_step`. One row goes to `step_triton.delta_step`, several rows go to `delta_rows`.
+    """See `reference.delta_step`. One row goes to `step_triton.delta_step`, several rows go to `delta_rows`; so does one row
+    whose state is in bfloat16, which is rounded less often if updates are kept beside it.
 
     Raises:
         ExportError: see `check_delta_rule`.
     """
-    form = step_triton.delta_step if is_one(mixed.shape[0]) else delta_rows
+    alone = is_one(mixed.shape[0]) and state.stored.dtype == torch.float32
+    form = step_triton.delta_step if alone else delta_rows
     return form(mixed, gates, decay, state, index, norm_weight, key_heads)
 
 
@@ -157,7 +97,7 @@ def _delta_rows(
 ) -> tuple[Tensor, Tensor]:
     _, heads, key_dim, value_dim = state.shape
     rows, updates = mixed.shape[0], pending_keys.shape[2]
-    config = config_for(rows, heads)
+    config = config_for(rows, heads, state.dtype)
     values = min(config.values, value_dim)
     blocks = value_dim // values
     span = min(config.span, values)
@@ -269,13 +209,13 @@ def delta_rows_early(
             # and load only the updates that count.
             stored = tl.load(count_cell(updates, begin, V, P))
             count = tl.where(old, stored, 0.0).to(tl.int32)
-            cells = of_head + tl.arange(0, K)[:, None] * V + values[None, :]
+            cells = state_cells(of_head, values, K, V)
             s = tl.load(cells, mask=filled, other=0.0)
             held = load_pending(keys, updates, count, values, K, V, P, LONG == 0)
             norm = tl.load(norm_weight + values)
             wait_for_previous(EARLY)
             inputs = load_row(mixed, gates, row, head, values, HEADS, KEY_HEADS, K, V)
-            s = tl.where(old, s, 0.0)
+            s = tl.where(old, s.to(tl.float32), 0.0)
             if old & (count < P):
                 _, k, u, g = take_row(
                     s, inputs, out, squares, row, head, begin, rate, bias, norm, HEADS, K, V, SPAN, held
@@ -340,10 +280,10 @@ def take_short_run(
     """
     values = begin + tl.arange(0, SPAN)
     count = tl.load(count_cell(updates, begin, V, P), mask=old, other=0.0).to(tl.int32)
-    cells = of_head + tl.arange(0, K)[:, None] * V + values[None, :]
+    cells = state_cells(of_head, values, K, V)
     s = tl.load(cells, mask=old, other=0.0)
     norm = tl.load(norm_weight + values)
-    s = add_pending(s, keys, updates, count, values, K, V, P)
+    s = add_pending(s.to(tl.float32), keys, updates, count, values, K, V, P)
     wait_for_previous(EARLY)
     # A row's inputs are under way while the row before it is taken.
     following = load_row(mixed, gates, first, head, values, HEADS, KEY_HEADS, K, V)

@@ -95,6 +95,14 @@ STEP_ATTENTION = partial(
     max_spilled_newer={("attend_split_early", "fp32"): 304},
 )
 
+# What the kernels of the delta rule for several rows write.
+DELTA_ROWS_WRITE = {
+    "delta_rows_early": ["out pending pending_keys squares state"],
+    "delta_solve_rows_early": ["factors pairs solved"],
+    "delta_run_rows_early": ["out pending squares state"],
+    "conv_rows_early": ["mixed state"],
+}
+
 GROUPS = {
     "attention_step": STEP_ATTENTION(launches=partial(attention, rows=(1,))),
     "attention_step_of_several": STEP_ATTENTION(launches=partial(attention, rows=(5,))),
@@ -159,12 +167,7 @@ GROUPS = {
         launches=partial(delta_rule, rows=(2, 3, 7, 20)),
         cases=((90, BF16), (90, F32), (89, BF16), (80, BF16)),
         analysed=((89, BF16),),
-        written={
-            "delta_rows_early": ["out pending pending_keys squares state"],
-            "delta_solve_rows_early": ["factors pairs solved"],
-            "delta_run_rows_early": ["out pending squares state"],
-            "conv_rows_early": ["mixed state"],
-        },
+        written=DELTA_ROWS_WRITE,
         complete=(80, 89, 90),
         # Chunks spill, on a 9.0 no more than 112 bytes in bfloat16: with smaller tiles they take longer. Many rows do at 8.9.
         max_spilled={
@@ -173,6 +176,14 @@ GROUPS = {
             ("delta_run_rows_early", "fp32"): 520,
             ("delta_solve_rows_early", "fp32"): 216,
         },
+    ),
+    "delta_rule_rows_with_states_in_bfloat16": Group(
+        launches=partial(delta_rule, rows=(1, 2, 3, 7, 20), states=BF16),
+        cases=((90, BF16), (89, BF16), (80, BF16)),
+        analysed=((89, BF16),),
+        written=DELTA_ROWS_WRITE,
+        complete=(80, 89, 90),
+        max_spilled={("delta_rows_early", "bf16"): 40, ("delta_run_rows_early", "bf16"): 104},
     ),
     # (compute capability, dtype, group size, number formats or None, the shared expert's inner size, 0 without one)
     "experts_step": STEP_EXPERTS(

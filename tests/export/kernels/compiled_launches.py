@@ -95,13 +95,18 @@ def attention(
     return launches
 
 
-def delta_rule(capability: int, dtype: torch.dtype, *, rows: tuple[int, ...]) -> list[Launch]:
-    """Launch at the flagship's shapes, for each number of rows; several rows with their convolution."""
+def delta_rule(
+    capability: int, dtype: torch.dtype, *, rows: tuple[int, ...], states: torch.dtype = torch.float32
+) -> list[Launch]:
+    """Launch at the flagship's shapes, for each number of rows; several rows with their convolution.
+
+    states: dtype of the stored states.
+    """
     with recorded(capability) as launches:
         conv = Convolution(empty(8192, 1, 4, dtype=dtype), empty(2, 3, 8192, dtype=dtype))
         decay = Decay(empty(32), empty(32))
         keys = empty(2, 16, PENDING_UPDATES, 128, dtype=dtype)
-        state = RecurrentState(empty(2, 32, 128, 128), keys, empty(2, 32, PENDING_UPDATES + 1, 128))
+        state = RecurrentState(empty(2, 32, 128, 128, dtype=states), keys, empty(2, 32, PENDING_UPDATES + 1, 128))
         for count in rows:
             mixed, index = empty(count, 12288, dtype=dtype), row_index(count)
             if count > 1:

@@ -14,6 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from ostinato.export.kernels.delta_rule import prefill_triton, reference, rows_triton, step_triton
+from ostinato.export.kernels.delta_rule.rows_configs import DeltaConfig, RunsConfig
 from ostinato.export.kernels.operands import PENDING_UPDATES
 
 from ...comparison import relative_error
@@ -136,10 +137,8 @@ def several_rows(
     """
     # Tensor cores multiply no fewer than 16 rows.
     chunk = max(chunk, 16) if DEVICE == "cuda" else chunk
-    ahead = rows_triton.RunsConfig(
-        long, chunk, warps=1, programs=programs, solving_warps=1, solving_programs=programs + 1
-    )
-    config = rows_triton.DeltaConfig(values, span, warps=1, runs=ahead if long else None)
+    ahead = RunsConfig(long, chunk, warps=1, programs=programs, solving_warps=1, solving_programs=programs + 1)
+    config = DeltaConfig(values, span, warps=1, runs=ahead if long else None)
     settings = [(rows_triton, "config_for", lambda *_: config), (rows_triton, "MAX_PROGRAMS", 4)]
     return Form(rows_triton.delta_rows, runs, shapes, settings=settings, chunk=chunk, every=2)
 
@@ -359,7 +358,8 @@ def test_padding_leaves_no_trace(rule_of: Callable[[str], Rule], name: str) -> N
     assert same_bits(case.run(rule_of(name))["state"], states_of(case.state))
 
 
-PADDED = [(1, 16), (16, 32), (33, 64), (65, 128), (70, 256)]
+# The sizes stay on one side of FEW_ROWS: above it, runs are taken in chunks.
+PADDED = [(1, 16), (17, 32), (33, 64), (65, 128), (70, 256)]
 
 
 @each_dtype
@@ -376,13 +376,14 @@ PADDED = [(1, 16), (16, 32), (33, 64), (65, 128), (70, 256)]
 def test_padding_changes_nothing(
     rule_of: Callable[[str], Rule], name: str, length: int, rows: int, dtype: torch.dtype
 ) -> None:
-    """Nearly bit by bit: for one row Triton compiles other code."""
+    """Nearly bit by bit: for one row Triton compiles other code, and a CPU's libraries take another product. In bfloat16 a
+    few of some thousand values may then be rounded the other way."""
     runs = [Run(SLOT, 7, length), Run(-1, 6 + length, rows - length)]
     case, rule = FORMS[name].make(MAIN, runs, dtype), rule_of(name)
     alone, wide = case.part(0, length, case.state).run(rule), case.run(rule)
     for result, values in alone.items():
         part = [SLOT] if result == "state" else range(length)
-        assert relative_error(wide[result][part], values[part]) < 1e-6
+        assert relative_error(wide[result][part], values[part]) < (1e-5 if values.dtype == BF16 else 1e-6)
 
 
 @each_form

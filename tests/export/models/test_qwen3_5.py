@@ -75,6 +75,17 @@ def test_prefill_and_decode(reference: Get, case: str, length: int) -> None:
 
 
 @pytest.mark.parametrize("step", (False, True), ids=("forward", "step"))
+def test_states_in_bfloat16(reference: Get, step: bool) -> None:
+    """They change the logits, by as much as other rounding to bfloat16."""
+    ref = reference("five-layers")
+    tokens = ref.tokens(130 + STEPS)
+    model = load_ours(ref.folder, MAX_SEQ_LEN, state_dtype=torch.bfloat16)
+    assert {tensor.dtype for tensor in state_of_kind(model, StateKind.RECURRENT)} == {torch.bfloat16}
+    found = torch.stack(network_conversation(model, tokens, 130, step=step))
+    assert 1e-5 < relative_error(found, ref.logits(tokens)[129:]) < 1e-2
+
+
+@pytest.mark.parametrize("step", (False, True), ids=("forward", "step"))
 @pytest.mark.parametrize("on_host", range(6))
 def test_routed_experts_of_the_first_layers_on_the_host(reference: Get, on_host: int, step: bool) -> None:
     ref = reference("five-layers")
