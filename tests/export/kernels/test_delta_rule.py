@@ -358,8 +358,7 @@ def test_padding_leaves_no_trace(rule_of: Callable[[str], Rule], name: str) -> N
     assert same_bits(case.run(rule_of(name))["state"], states_of(case.state))
 
 
-# The sizes stay on one side of FEW_ROWS: above it, runs are taken in chunks.
-PADDED = [(1, 16), (17, 32), (33, 64), (65, 128), (70, 256)]
+PADDED = [(1, 16), (16, 32), (33, 64), (65, 128), (70, 256)]
 
 
 @each_dtype
@@ -376,14 +375,13 @@ PADDED = [(1, 16), (17, 32), (33, 64), (65, 128), (70, 256)]
 def test_padding_changes_nothing(
     rule_of: Callable[[str], Rule], name: str, length: int, rows: int, dtype: torch.dtype
 ) -> None:
-    """Nearly bit by bit: for one row Triton compiles other code, and a CPU's libraries take another product. In bfloat16 a
-    few of some thousand values may then be rounded the other way."""
+    """Nearly bit by bit: for one row Triton compiles other code."""
     runs = [Run(SLOT, 7, length), Run(-1, 6 + length, rows - length)]
     case, rule = FORMS[name].make(MAIN, runs, dtype), rule_of(name)
     alone, wide = case.part(0, length, case.state).run(rule), case.run(rule)
     for result, values in alone.items():
         part = [SLOT] if result == "state" else range(length)
-        assert relative_error(wide[result][part], values[part]) < (1e-5 if values.dtype == BF16 else 1e-6)
+        assert relative_error(wide[result][part], values[part]) < 1e-6
 
 
 @each_form
