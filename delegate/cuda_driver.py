@@ -29,19 +29,6 @@ def cuda_driver() -> Any:
 _WITH_EDGE_DATA = ("cuGraphGetEdges", "cuGraphRemoveDependencies", "cuGraphAddDependencies")
 
 
-def fetch_lines() -> None:
-    """Let the L2 cache fetch a line of 128 bytes where a kernel reads 64, for all work of this process on the current device.
-
-    A kernel that loads neighbouring 64 bytes one after the other reads at 3.0 TB/s without this, and at 3.9 with it; one that
-    loads 128 at once reads at 4.2 (one H200, 2026-12-01).
-
-    Raises:
-        DriverError: see `call_driver`.
-    """
-    driver = cuda_driver()
-    call_driver(driver, "cuCtxSetLimit", driver.CUlimit.CU_LIMIT_MAX_L2_FETCH_GRANULARITY, 128)
-
-
 def call_driver(driver: Any, name: str, *arguments: Any) -> tuple[Any, ...]:
     """Call the driver's function `name`, and return its results without the error code.
 
@@ -53,3 +40,16 @@ def call_driver(driver: Any, name: str, *arguments: Any) -> tuple[Any, ...]:
     if error != driver.CUresult.CUDA_SUCCESS:
         raise DriverError(f"{name}: {getattr(error, 'name', error)}")
     return tuple(results)
+
+
+def fetch_lines() -> None:
+    """Let the L2 cache fetch a line of 128 bytes where a kernel reads 64, for all work of this process on the current device.
+
+    A kernel that loads neighbouring 64 bytes one after the other reads at 3.0 TB/s without this, and at 3.9 with it; one that
+    loads 128 at once reads at 4.2 (one H200, 2026-12-01).
+
+    Raises:
+        DriverError: see `call_driver`.
+    """
+    driver = cuda_driver()
+    call_driver(driver, "cuCtxSetLimit", driver.CUlimit.CU_LIMIT_MAX_L2_FETCH_GRANULARITY, 128)

@@ -32,10 +32,10 @@ from bench_kernels import DEFAULT_CONFIG, argument_sets, has_early_edges, notes,
 from kernel_arguments import Arguments, Shapes, add_format_options, format_of
 from kernel_case import Case
 from kernel_cases import layer_cases
+from kernel_timing import captured, replay_microseconds
 
-from ostinato.delegate.code.side_stream import side_stream
+from ostinato.delegate.artifact.names import REQUIRED_AHEAD
 from ostinato.delegate.errors import OptionError, OstinatoError
-from ostinato.delegate.graphs.nodes import inspect_graph, start_early
 from ostinato.export.compile.inductor_internals import choose_ptxas
 from ostinato.runner.bench.device import copy_speed
 from ostinato.runner.bench.tables import Side, table
@@ -102,36 +102,21 @@ def time_layers(cases: Sequence[Case], shapes: Shapes, layers: int) -> tuple[flo
     torch.cuda.synchronize()
     graph = _captured(cases, sets, layers)
     try:
-        samples = [_replay_microseconds(graph) / layers for _ in range(1 + REPETITIONS)]
+        samples = [replay_microseconds(graph, REPLAYS) / layers for _ in range(1 + REPETITIONS)]
         return statistics.median(samples[1:]), own_times(_profiled(graph), layers)
     finally:
         graph.reset()
 
 
 def _captured(cases: Sequence[Case], sets: Sequence[Sequence[Arguments]], layers: int) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.graph(graph, stream=side_stream(torch.device("cuda", torch.cuda.current_device()))):
+    def launch() -> None:
         for layer in range(layers):
             for case, arguments in zip(cases, sets, strict=True):
                 case.kernel(*arguments[layer].values())
-    kernels = inspect_graph(graph.raw_cuda_graph()).kernels
+
+    graph, kernels = captured(launch, REQUIRED_AHEAD if has_early_edges() else None)
     say(f"{layers} layers, {kernels} kernels")
-    if has_early_edges():
-        start_early(graph.raw_cuda_graph())
-    graph.instantiate()
     return graph
-
-
-def _replay_microseconds(graph: torch.cuda.CUDAGraph) -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    # The first replay keeps the GPU busy while the host submits the others.
-    graph.replay()
-    begin.record()
-    for _ in range(REPLAYS):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / REPLAYS * 1e3
 
 
 def _profiled(graph: torch.cuda.CUDAGraph) -> list[Launch]:

@@ -1,9 +1,9 @@
-"""Checks one case of `kernel_cases` on a GPU, and times it among other launches of its kind."""
+"""Checks one case of `kernel_cases` on a GPU, and times it among other launches of its kind; captures and times graphs."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -118,31 +118,51 @@ def time_case(case: Case, sets: list[Arguments], repetitions: int, *, early: boo
     kernel = case.kernel
     kernel(*sets[0].values())
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.graph(graph, stream=side_stream(torch.device("cuda", torch.cuda.current_device()))):
+
+    def launch() -> None:
         for number in range(launches):
             kernel(*sets[number % len(sets)].values())
-    kernels = inspect_graph(graph.raw_cuda_graph()).kernels
-    if early:
-        # Kernels of a case read each other's results only after their wait.
-        start_early(graph.raw_cuda_graph(), required_ahead={})
-    graph.instantiate()
-    samples = [_replay_milliseconds(graph) for _ in range(1 + repetitions)]
+
+    # Kernels of a case read each other's results only after their wait.
+    graph, kernels = captured(launch, {} if early else None)
+    samples = [replay_microseconds(graph, REPLAYS) for _ in range(1 + repetitions)]
     graph.reset()
-    microseconds = statistics.median(samples[1:]) * 1e3 / (REPLAYS * launches)
+    microseconds = statistics.median(samples[1:]) / launches
     return Timing(microseconds, None if kernels is None else round(kernels / launches))
 
 
-def _replay_milliseconds(graph: torch.cuda.CUDAGraph) -> float:
+def captured(
+    launch: Callable[[], None], required_ahead: Mapping[str, str] | None
+) -> tuple[torch.cuda.CUDAGraph, int | None]:
+    """Capture what `launch` launches, as the runtime does: on its stream, with early edges.
+
+    Args:
+        required_ahead: see `start_early`. None: no kernel starts early.
+
+    Returns:
+        (the graph; its number of kernels, None if they cannot be counted).
+    """
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph, stream=side_stream(torch.device("cuda", torch.cuda.current_device()))):
+        launch()
+    kernels = inspect_graph(graph.raw_cuda_graph()).kernels
+    if required_ahead is not None:
+        start_early(graph.raw_cuda_graph(), required_ahead)
+    graph.instantiate()
+    return graph, kernels
+
+
+def replay_microseconds(graph: torch.cuda.CUDAGraph, replays: int) -> float:
+    """Return the time of a replay, the mean of `replays`."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     # The first replay keeps the GPU busy while the host submits the others.
     graph.replay()
     begin.record()
-    for _ in range(REPLAYS):
+    for _ in range(replays):
         graph.replay()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end)
+    return begin.elapsed_time(end) / replays * 1e3
 
 
 def _widened(tensor: Tensor) -> Tensor:

@@ -1,21 +1,20 @@
 """Table of the kernels that are compiled for GPUs that this machine does not have, and of what must hold of their code.
 
-A `Group` has the kernels that one operation launches, and GROUPS has all groups. `test_compiled.py` has the tests, each of
-which runs for every group. A new operation gets a function in `compiled_launches.py` and a group here.
+GROUPS has all groups: the kernels that one operation launches. `test_compiled.py` has the tests, each of which runs for every
+group. A new operation gets a function in `compiled_launches.py` and a group here.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ostinato.export.kernels import launch
 
+from .compiled_group import Group
 from .compiled_launches import (
     GGUF_FORMATS,
     INNER,
@@ -33,43 +32,13 @@ from .compiled_launches import (
     prefill,
     sampling,
 )
-from .compiling import BF16, F32, Launch, all_written, compile_all, without_a_driver
+from .compiling import BF16, F32, all_written, compile_all, without_a_driver
 
 INT4, INT4_MIN, INT8 = GGUF_FORMATS
 ASSETS = Path(__file__).parents[2] / "assets"
 FLAGSHIP, CAPITALS = ASSETS / "configs" / "Qwen3.5-35B-A3B", ASSETS / "capitals"
 # Kernels of a prefill whose configuration depends on the GPU's shared memory.
 ADAPTED = ("prefill_kernel", "scan_kernel", "_gate_up_kernel", "_down_kernel")
-
-# A case: (compute capability, the model's dtype, what else the function that makes the launches takes).
-Case = tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Group:
-    """Kernels that are compiled together, and what must hold of their code.
-
-    Attributes:
-        launches: makes the launches of a case, `launches(*case)`.
-        cases: cases that are compiled; each code once.
-        analysed: cases whose launches torch's analysis sees, as in an export.
-        written: kernel -> the different sets of arguments that these launches write: sorted names with spaces between them.
-            No other kernels are compiled.
-        complete: compute capabilities for which every one of these kernels is compiled.
-        max_spilled: (kernel, the model's dtype) -> the most bytes per thread that Triton 3.6 and 3.7 spill, if not 0.
-        max_spilled_newer: the same for Triton 3.8 and newer, where it is more.
-        max_shared: the most bytes of shared memory per block, None for what the GPU can give.
-    """
-
-    launches: Callable[..., list[Launch]]
-    cases: tuple[Case, ...]
-    analysed: tuple[Case, ...]
-    written: Mapping[str, list[str]]
-    complete: tuple[int, ...]
-    max_spilled: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    max_spilled_newer: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    max_shared: int | None = None
-
 
 # The experts' kernels of a step, for one row and for a few.
 STEP_EXPERTS = partial(

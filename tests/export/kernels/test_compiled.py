@@ -15,7 +15,8 @@ pytest.importorskip("triton")
 
 import triton
 
-from .compiled_cases import GROUPS, Group
+from .compiled_cases import GROUPS
+from .compiled_group import Group
 from .compiling import Compiled, kernel_modules
 from .conftest import run_compiled
 
