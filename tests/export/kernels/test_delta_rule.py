@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from ostinato.export.kernels.delta_rule import prefill_triton, reference, rows_triton, step_triton
 from ostinato.export.kernels.delta_rule.rows_configs import DeltaConfig, RunsConfig
-from ostinato.export.kernels.operands import PENDING_UPDATES
+from ostinato.export.kernels.operands import FEW_ROWS, PENDING_UPDATES
 
 from ...comparison import relative_error
 from .delta_rule_cases import (
@@ -375,13 +375,19 @@ PADDED = [(1, 16), (16, 32), (33, 64), (65, 128), (70, 256)]
 def test_padding_changes_nothing(
     rule_of: Callable[[str], Rule], name: str, length: int, rows: int, dtype: torch.dtype
 ) -> None:
-    """Nearly bit by bit: for one row Triton compiles other code."""
+    """Nearly bit by bit: for one row Triton compiles other code.
+
+    In bfloat16, and with the shape for a GPU, a few of many numbers are rounded the other way: one of the reference, which is
+    an error of 5.3e-6. 16 rows take a run row by row, more rows in chunks: then results differ by 5.4e-5.
+    """
+    other_form = name == "rows" and length <= FEW_ROWS < rows
+    allowed = 1e-6 if dtype == F32 or DEVICE == "cpu" else 1e-4 if other_form else 1e-5
     runs = [Run(SLOT, 7, length), Run(-1, 6 + length, rows - length)]
     case, rule = FORMS[name].make(MAIN, runs, dtype), rule_of(name)
     alone, wide = case.part(0, length, case.state).run(rule), case.run(rule)
     for result, values in alone.items():
         part = [SLOT] if result == "state" else range(length)
-        assert relative_error(wide[result][part], values[part]) < 1e-6
+        assert relative_error(wide[result][part], values[part]) < allowed
 
 
 @each_form
