@@ -4,7 +4,7 @@ So the kernel loads its weights while the kernel ahead finishes. A *marked* kern
 runtime changes a captured graph only between two marked kernels. `delegate/graphs/nodes.py` has the rules that marked kernels
 keep, R1 to R5, and says why results stay the same with them.
 
-If EARLY is false, both functions do nothing.
+If EARLY is false, `start_next` and `wait_for_previous` do nothing.
 """
 
 from __future__ import annotations
@@ -29,3 +29,11 @@ def wait_for_previous(EARLY: tl.constexpr) -> None:
         tl.inline_asm_elementwise(
             "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )
+
+
+@triton.jit
+def fetch(pointers: tl.tensor) -> None:
+    """Ask for the lines of memory at `pointers`, which then come to the L2 cache. Nothing waits for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )

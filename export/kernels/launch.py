@@ -68,6 +68,12 @@ def shared_memory() -> int:
     return LARGE if gpu is None else gpu.shared_memory
 
 
+def processors() -> int:
+    """The number of streaming multiprocessors of this process's GPU; 1 without a GPU."""
+    gpu = gpu_properties()
+    return 1 if gpu is None else gpu.processors
+
+
 def fitting(configs: Mapping[int, C]) -> C:
     """Return the configuration that needs the most shared memory, among those for which the GPU has enough.
 

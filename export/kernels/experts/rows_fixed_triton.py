@@ -8,7 +8,7 @@ integers. The error of an input is at most 2^-16 of the largest input that share
 normed row, or for the 64 inner activations of one program.
 
 Times on an H200, 2026-11-23, for 256 experts, 8 per row, H 2048 and I 512, in us at 8/16/32/64/128/256 rows. At that time
-down had the form of gate and up. In its present form it takes 13.8/19.5/28.7/38.3/45.7 us at 8/16/32/64/128 rows.
+down had the form of gate and up. In its present form it takes 25.1/33.2/39.6 us at 32/64/128 rows (H200, 2026-12-01).
 
 | | blocks of | gate and up | down |
 | --- | --- | --- | --- |
@@ -24,21 +24,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
-from ostinato.export.kernels.linear.rows_tiles_triton import (
-    ROUNDING_BITS,
-    WARPS,
-    joined,
-    load_blocks,
-    operand,
-    operand_offsets,
-    sum_of_warps,
-    unpack_bytes,
-)
+from ostinato.export.kernels.early_start_triton import fetch, start_next, wait_for_previous
+from ostinato.export.kernels.linear.rows_tiles_triton import ROUNDING_BITS, joined, unpack_bytes
 from ostinato.export.kernels.linear.scales_triton import of_pair
 from ostinato.export.kernels.linear.step_fixed_point_triton import ROUNDING, larger
 
-from .rows_schedule_triton import BLOCK, RECORD, RECORD_PARTS, RECORD_ROWS, of_expert
+from .rows_schedule_triton import BLOCK, RECORD, RECORD_PARTS, RECORD_ROWS, RECORD_USED, of_expert
 
 # The largest integer of two signed bytes.
 LARGEST = tl.constexpr(127.0 * 256.0 + 127.0)
@@ -48,9 +39,10 @@ TILE = tl.constexpr(128)
 # Stages of the gate and up projections' loop (`num_stages`). With 2 stages they take 54.2/71.1/83.4 us at 32/64/128 rows,
 # with 3 stages 54.5/69.9/78.9.
 STAGES = tl.constexpr(3)
-# Weight rows per program of down, and per product in it.
-DOWN_TILE = tl.constexpr(128)
-DOWN_ROWS = tl.constexpr(32)
+# Weight rows of a piece of down; stages of the loop over pieces; weight rows that a program asks for before its wait.
+DOWN_ROWS = tl.constexpr(64)
+DOWN_STAGES = tl.constexpr(3)
+DOWN_AHEAD = tl.constexpr(128)
 
 
 @triton.jit
@@ -135,73 +127,95 @@ def down_fixed_rows_early(
     shared,
     shared_scale,
     parts,
+    blocks,
     SIZE: tl.constexpr,
     INNER: tl.constexpr,
     EXPERTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Write parts [R (k (+ 1)), SIZE]: outputs, not yet times their shares. Program (DOWN_TILE columns, block).
+    """Write parts [R (k (+ 1)), SIZE]: outputs, not yet times their shares.
 
-    A program's warps divide INNER. The kernel reads the schedule before its wait (R4 in `delegate/graphs/nodes.py`).
+    A piece is DOWN_ROWS weight rows of a block's expert. The pieces of all used blocks stand in a line, and each program
+    takes an equal stretch of it. The next piece's weights are under way while a piece is multiplied. Before its wait a
+    program asks for its first weights: they come to the L2 cache while the last programs of `gate_up_fixed_rows_early`
+    run. The kernel reads the schedule before its wait (R4 in `delegate/graphs/nodes.py`).
 
-    A program reads BLOCK places, also where its block has fewer rows. The places behind the block's last one belong to the
+    A program reads BLOCK places, also where a block has fewer rows. The places behind the block's last one belong to the
     next block, or were never written. Their products are not stored.
 
     Args:
         hidden: as `gate_up_fixed_rows_early` writes it, with room for BLOCK more places.
-        SIZE: a multiple of DOWN_TILE.
-        INNER: a multiple of 128.
+        blocks: blocks of the schedule, unused ones too.
+        SIZE: a multiple of DOWN_ROWS.
+        INNER: a multiple of 256.
     """
+    SCALE: tl.constexpr = down_scale.dtype.element_ty
     GROUPS: tl.constexpr = INNER // 128
-    TURNS: tl.constexpr = (GROUPS + WARPS - 1) // WARPS
+    # Groups of one turn, and turns for each piece.
+    PER: tl.constexpr = 4 if GROUPS % 4 == 0 else 2
+    TURNS: tl.constexpr = GROUPS // PER
+    PIECES: tl.constexpr = SIZE // DOWN_ROWS
     start_next(EARLY)
-    record = schedule + tl.program_id(1) * RECORD
     number = tl.arange(0, BLOCK)
-    group = tl.arange(0, WARPS)
-    column, group_of_column, byte_of_column = operand_offsets(2 * BLOCK)
-    row, group_of_row, byte_of_row = operand_offsets(DOWN_ROWS)
-    expert = tl.load(record, cache_modifier=".cg")
-    if expert < 0:
-        wait_for_previous(EARLY)
-        return
-    line = tl.program_id(0) * DOWN_TILE
-    weight = of_expert(down, shared, expert, SIZE * INNER // 2, EXPERTS) + line * (INNER // 2)
-    weight = weight + (row * (INNER // 2) + group_of_row * 64 + byte_of_row)
-    line = line + tl.arange(0, DOWN_ROWS)
-    scale = of_expert(down_scale, shared_scale, expert, SIZE * INNER // 128, EXPERTS)
-    scale = scale + (line[None, :] * GROUPS + group[:, None])
-    place = tl.load(record + 1, cache_modifier=".cg")
-    part = tl.load(record + RECORD_PARTS + number, cache_modifier=".cg")
+    column = tl.arange(0, 2 * BLOCK)
+    line = tl.arange(0, DOWN_ROWS)
+    byte = tl.arange(0, 64)
+    pieces = tl.load(schedule + (blocks - 1) * RECORD + RECORD_USED, cache_modifier=".cg") * PIECES
+    begin = pieces * tl.program_id(0) // tl.num_programs(0)
+    end = pieces * (tl.program_id(0) + 1) // tl.num_programs(0)
+    if EARLY and begin < end:
+        expert = tl.load(schedule + begin // PIECES * RECORD, cache_modifier=".cg")
+        near = tl.minimum(begin % PIECES * DOWN_ROWS + tl.arange(0, DOWN_AHEAD), SIZE - 1) * (INNER // 2)
+        near = of_expert(down, shared, expert, SIZE * INNER // 2, EXPERTS) + near
+        for byte_of_line in tl.static_range(0, INNER // 2, 128):
+            fetch(near + byte_of_line)
     wait_for_previous(EARLY)
-    inputs = hidden + ((place * 2 + column) * INNER + group_of_column * 128 + byte_of_column)
-    inputs_scale = hidden_scale + ((place + number)[None, :] * (INNER // SHARE) + group[:, None] * 2)
-    columns = ()
-    for turn in tl.static_range(TURNS):
-        first = turn * WARPS
-        low = operand(load_blocks(inputs + first * 128, group_of_column, first, GROUPS))
-        high = operand(load_blocks(inputs + (first * 128 + 64), group_of_column, first, GROUPS))
-        low_scale = load_blocks(inputs_scale + first * 2, group[:, None], first, GROUPS)[:, None, :]
-        high_scale = load_blocks(inputs_scale + (first * 2 + 1), group[:, None], first, GROUPS)[:, None, :]
-        low = tl.permute(low, (0, 2, 1))
-        high = tl.permute(high, (0, 2, 1))
-        columns = columns + ((low, high, low_scale, high_scale),)  # type: ignore[assignment]  # noqa: RUF005
-    start = tl.full([WARPS, DOWN_ROWS, 2 * BLOCK], ROUNDING_BITS, tl.int32)
-    for rows in tl.static_range(0, DOWN_TILE, DOWN_ROWS):
-        products = ()
-        for turn in tl.static_range(TURNS):
-            first = turn * WARPS
-            words = load_blocks(weight + (rows * (INNER // 2) + first * 64), group_of_row, first, GROUPS)
-            factor = load_blocks(scale + (rows * GROUPS + first), group[:, None], first, GROUPS)
-            low, high = unpack_bytes(words)
-            low_column, high_column, low_scale, high_scale = columns[turn]  # type: ignore[var-annotated]
-            sums = joined(tl.dot(operand(low), low_column, start, out_dtype=tl.int32)) * low_scale
-            sums += joined(tl.dot(operand(high), high_column, start, out_dtype=tl.int32)) * high_scale
-            products = products + (sums * factor.to(tl.float32)[:, :, None],)  # type: ignore[assignment]  # noqa: RUF005
-        total = products[0]  # type: ignore[misc]
-        for turn in tl.static_range(1, TURNS):
-            total += products[turn]
-        to = parts + (part.to(tl.int64) * SIZE)[None, :] + (line + rows)[:, None]
-        tl.store(to, sum_of_warps(total).to(parts.dtype.element_ty), mask=(part >= 0)[None, :])
+    start = tl.full([DOWN_ROWS, 2 * BLOCK], ROUNDING_BITS, tl.int32)
+    for block in tl.range(begin // PIECES, (end - 1) // PIECES + 1):
+        record = schedule + block * RECORD
+        expert = tl.load(record, cache_modifier=".cg")
+        place = tl.load(record + 1, cache_modifier=".cg")
+        part = tl.load(record + RECORD_PARTS + number, cache_modifier=".cg")
+        weight = of_expert(down, shared, expert, SIZE * INNER // 2, EXPERTS)
+        weight = weight + (line[:, None] * (INNER // 2) + byte[None, :])
+        scale = of_expert(down_scale, shared_scale, expert, SIZE * INNER // 128, EXPERTS) + line * GROUPS
+        scale = scale.to(tl.pointer_type(tl.int32))
+        inputs = hidden + ((place * 2 + column)[None, :] * INNER + byte[:, None])
+        inputs_scale = hidden_scale + (place + number) * (INNER // SHARE)
+        columns = ()
+        if TURNS == 1:
+            for group in tl.static_range(GROUPS):
+                columns = columns + (load_columns(inputs, inputs_scale, group),)  # type: ignore[assignment]  # noqa: RUF005
+        total = tl.zeros([DOWN_ROWS, BLOCK], tl.float32)
+        first = tl.maximum(begin - block * PIECES, 0) * TURNS
+        last = tl.minimum(end - block * PIECES, PIECES) * TURNS
+        for turn in tl.range(first, last, num_stages=DOWN_STAGES):
+            row = turn // TURNS * DOWN_ROWS
+            ahead = turn % TURNS * PER
+            total = tl.where(ahead == 0, 0.0, total)
+            for group in tl.static_range(PER):
+                if group % 2 == 0:
+                    factors = tl.load(scale + (row * GROUPS + ahead + group) // 2)
+                low, high = unpack_bytes(tl.load(weight + (row * (INNER // 2) + (ahead + group) * 64)))
+                if TURNS == 1:
+                    low_column, high_column, of_low, of_high = columns[group]  # type: ignore[misc, var-annotated]
+                else:
+                    low_column, high_column, of_low, of_high = load_columns(inputs, inputs_scale, ahead + group)
+                sums = joined(tl.dot(low, low_column, start, out_dtype=tl.int32)) * of_low
+                sums += joined(tl.dot(high, high_column, start, out_dtype=tl.int32)) * of_high
+                total += sums * of_pair(factors, group % 2, SCALE)[:, None]
+            to = parts + (part * SIZE)[None, :] + (line + row)[:, None]
+            done = (part >= 0) & (ahead == GROUPS - PER)
+            tl.store(to, total.to(parts.dtype.element_ty), mask=done[None, :])
+
+
+@triton.jit
+def load_columns(inputs, inputs_scale, group):
+    """Load a group's inputs: those that low nibbles multiply and those that high ones do, [64, 2 BLOCK] each, then the scales
+    of both, [1, BLOCK] each."""
+    low = tl.load(inputs + group * 128)
+    high = tl.load(inputs + (group * 128 + 64))
+    return low, high, tl.load(inputs_scale + group * 2)[None, :], tl.load(inputs_scale + (group * 2 + 1))[None, :]
 
 
 @triton.jit

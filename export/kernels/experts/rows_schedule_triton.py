@@ -22,8 +22,10 @@ from .blocks_triton import expert_of_block
 # Rows per word of `members`: each has one bit.
 WORD = tl.constexpr(32)
 # Integers per block in a schedule. The first is the expert: EXPERTS for the shared one, -1 for an unused block. The second is
-# the block's first place. Then come two lists, the rows and the parts, both filled up with -1.
+# the block's first place. The third, which the shared expert's blocks do not have, is the number of used blocks. Then come
+# two lists, the rows and the parts, both filled up with -1.
 RECORD = tl.constexpr(32)
+RECORD_USED = tl.constexpr(2)
 RECORD_ROWS = tl.constexpr(8)
 RECORD_PARTS = tl.constexpr(16)
 # Rows of a block, at most.
@@ -73,6 +75,7 @@ def schedule_rows_early(
         order = tl.load(ranks + row * EXPERTS + expert, mask=mine, other=0).to(tl.int32)
         tl.store(record, expert)
         tl.store(record + 1, place)
+        tl.store(record + RECORD_USED, shared_blocks + tl.sum((count + BLOCK - 1) // BLOCK, 0))
         tl.store(record + RECORD_ROWS + rank, row, mask=mine)
         tl.store(record + RECORD_PARTS + rank, row * (TOP_K + 1 if SHARED else TOP_K) + order, mask=mine)
         empty = number >= tl.sum(member, 0) - index * BLOCK

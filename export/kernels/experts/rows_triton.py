@@ -26,7 +26,15 @@ from torch import Tensor
 
 from ostinato.delegate.errors import ExportError
 from ostinato.export.formats.int4 import Int4
-from ostinato.export.kernels.launch import are_many, at_most, launcher, row_vector, starts_early
+from ostinato.export.kernels.launch import (
+    are_many,
+    at_most,
+    launcher,
+    processors,
+    row_vector,
+    shared_memory,
+    starts_early,
+)
 from ostinato.export.kernels.linear import prefill_triton as linear_prefill
 from ostinato.export.kernels.linear.rows_grouped_triton import PIECE
 from ostinato.export.kernels.operands import FEW_ROWS, MAX_ROWS, ExpertWeights, Norm, Weight, unbiased
@@ -45,6 +53,10 @@ Pair = tuple[Weight, Weight | None]
 # In bfloat16 a delta-net layer takes 71.1/108.1/159.1/226.9 us with (32, 512) at 8/16/32/64 rows, 72.6/108.3/161.0/226.8 with
 # (64, 512), and 73.4/108.2/158.7/226.9 with (16, 512).
 ROUTER = {torch.bfloat16: (32, 512), torch.float32: (16, 128)}
+# Programs of down in fixed point for each multiprocessor, and about the shared memory that one needs. No more than three have
+# room by the division of memory for kernels of rows (`delegate/graphs/nodes.py`), so they spread evenly.
+DOWN_PROGRAMS = 3
+DOWN_BYTES = 48 * 1024
 # Columns per program of the last kernel.
 SUM_COLUMNS = 1024
 
@@ -286,8 +298,9 @@ def _multiply_fixed(
     launcher(fixed.gate_up_fixed_rows_early)[(inner // share, blocks)](
         prepared, x_scale, schedule, *_scaled(gate_up), hidden, hidden_scale, **common
     )
-    launcher(fixed.down_fixed_rows_early)[(size // fixed.DOWN_TILE.value, blocks)](
-        hidden, hidden_scale, schedule, *_scaled(down), parts, **common
+    programs = min(DOWN_PROGRAMS, shared_memory() // DOWN_BYTES) * processors()
+    launcher(fixed.down_fixed_rows_early)[(programs,)](
+        hidden, hidden_scale, schedule, *_scaled(down), parts, blocks, **common
     )
 
 

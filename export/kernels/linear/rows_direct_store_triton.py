@@ -49,7 +49,9 @@ def operand_of(tile):
     """A tile [8, WARPS, ROWS / 8, 64 bytes] -> [WARPS, ROWS, 64 bytes], the left operand of a product; the right one must be
     transposed.
 
-    See `rows_tiles_triton.operand`.
+    A lane has loaded 16 neighbouring bytes of a row, and four lanes 64. In a product, a lane holds four groups of four bytes,
+    at four places along the inner dimension. The 16 loaded bytes are used as these four groups. So the inner dimension has
+    another order, but the same in both operands: the product is right, and no byte moves to another lane.
     """
     WARPS: tl.constexpr = tile.shape[1]
     ROWS: tl.constexpr = tile.shape[2] * 8

@@ -4,10 +4,6 @@
 A block is stored in 64 bytes of two nibbles. It becomes two tiles, one from the low nibbles and one from the high nibbles:
 of bfloat16, or of bytes, for inputs in fixed point. Each byte is 16 times a weight. Inputs must stand in the same order
 (`rows_prepare_triton`).
-
-Where few rows share a weight, a program's warps divide its blocks: each warp has one of WARPS neighbouring blocks, for all
-rows. A product of three dimensions is then one product per warp. Its operands go from memory to registers, without shared
-memory between (`operand`).
 """
 
 from __future__ import annotations
@@ -18,8 +14,6 @@ import triton.language as tl
 from .step_fixed_point_triton import ROUNDING
 
 BLOCK = tl.constexpr(128)
-# Warps of a program whose warps divide blocks.
-WARPS = tl.constexpr(4)
 # How often the most warps of a program can be halved.
 MAX_HALVINGS = tl.constexpr(3)
 # The bits of ROUNDING. An integer sum can start from these bits, not from 0. If it stays below 2^22, its bits read as float32
@@ -104,33 +98,6 @@ def nibble_order(element):
 def load_scale_pairs(scale_ptr, weight_row, pair, K: tl.constexpr):
     """The scales [ROWS] of two neighbouring groups of 128, as one int32."""
     return tl.load(scale_ptr.to(tl.pointer_type(tl.int32)) + weight_row * (K // 256) + pair)
-
-
-@triton.jit
-def operand_offsets(ROWS: tl.constexpr):
-    """Row, block and byte of each element of a tile [8, WARPS, ROWS / 8, 64]: three tensors that broadcast to this shape."""
-    row = tl.arange(0, ROWS // 8)[None, None, :, None] * 8 + tl.arange(0, 8)[:, None, None, None]
-    return row, tl.arange(0, WARPS)[None, :, None, None], tl.arange(0, 64)[None, None, None, :]
-
-
-@triton.jit
-def operand(tile):
-    """A tile of bytes in the order of `operand_offsets` -> [WARPS, ROWS, 64], the left operand of a product; the right one
-    must be transposed.
-
-    A lane loads 16 neighbouring bytes of a row, and four lanes load a block. In a product, a lane holds four groups of four
-    bytes, at four places along the inner dimension. The 16 loaded bytes are used as these four groups. So the inner dimension
-    has another order, but the same in both operands: the product is right, and no byte moves to another lane.
-    """
-    ROWS: tl.constexpr = tile.shape[2] * 8
-    tile = tl.reshape(tl.permute(tile, (1, 2, 0, 3)), [WARPS, ROWS, 4, 4, 4])
-    return tl.reshape(tl.permute(tile, (0, 1, 3, 2, 4)), [WARPS, ROWS, 64])
-
-
-@triton.jit
-def load_blocks(pointers, block, FIRST: tl.constexpr, BLOCKS: tl.constexpr):
-    """Load blocks FIRST to FIRST + WARPS of BLOCKS; blocks past the last are zeros. `block` counts from FIRST."""
-    return tl.load(pointers) if FIRST + WARPS <= BLOCKS else tl.load(pointers, mask=block + FIRST < BLOCKS, other=0)
 
 
 @triton.jit

@@ -221,8 +221,6 @@ GROUPS = {
             "sum_rows_early": ["out"],
         },
         complete=(80, 89, 90),
-        # At 8.0 and 8.9.
-        max_spilled={("down_fixed_rows_early", "bf16"): 80},
     ),
     "linear_step": Group(
         launches=linear_step,

@@ -106,7 +106,7 @@ def test_which_form_rows_take() -> None:
         return rows_triton.takes_fixed_point((routed.gate_up, gate_up), (routed.down, down), dtype)
 
     fixed = [in_fixed_point(shape, BF16) for shape in ROWS_SHAPES]
-    assert fixed == [True] * 4 + [False] * 10 + [True, False]
+    assert fixed == [True] * 7 + [False] * 10 + [True, False]
     assert not any(in_fixed_point(shape, F32) for shape in (FIXED, *ROWS_SHAPES_F32))
 
 
