@@ -12,13 +12,14 @@ from ostinato.export.kernels import launch
 from ostinato.export.kernels.launch import LARGE, MEDIUM, SMALL, fitting
 
 
-def test_memory_of_this_machine() -> None:
+def test_this_machine() -> None:
     if not torch.cuda.is_available():
-        assert launch.shared_memory() == LARGE
+        assert launch.shared_memory() == LARGE and launch.processors() == 1
     else:
         by_capability = {(8, 0): MEDIUM, (8, 6): SMALL, (8, 9): SMALL, (9, 0): LARGE, (10, 0): LARGE, (12, 0): SMALL}
         expected = by_capability.get(torch.cuda.get_device_capability())
         assert expected in (None, launch.shared_memory())
+        assert launch.processors() == torch.cuda.get_device_properties(0).multi_processor_count
 
 
 @pytest.mark.parametrize(
