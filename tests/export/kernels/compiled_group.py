@@ -1,4 +1,4 @@
-"""What must hold of the code of kernels that are compiled together: an entry of `compiled_cases`."""
+"""Record of kernels that are compiled together, and of what must hold of their code: an entry of `compiled_cases`."""
 
 from __future__ import annotations
 

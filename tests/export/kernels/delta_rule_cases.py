@@ -27,6 +27,8 @@ LIMITS: Limits = {(name, dtype): 1e-5 for name in ("o", "out", "squares", "state
     ("o", BF16): 4e-3,
     ("out", BF16): 4e-3,
 }
+# Those of the reference, whose outputs are rounded before their squares are added up.
+REFERENCE_LIMITS = LIMITS | {("squares", BF16): 4e-3}
 
 
 @dataclass(frozen=True)

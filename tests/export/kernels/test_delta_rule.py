@@ -22,6 +22,7 @@ from .delta_rule_cases import (
     BF16,
     F32,
     LIMITS,
+    REFERENCE_LIMITS,
     Case,
     Limits,
     Rule,
@@ -153,8 +154,7 @@ FORMS = {
         "cpu",
         chunk=64,
         every=2,
-        # Its outputs are rounded before their squares are added up.
-        limits=LIMITS | {("squares", BF16): 4e-3},
+        limits=REFERENCE_LIMITS,
     ),
     "reference of a prompt": Form(
         of_prompt(reference.gated_delta_rule),
@@ -359,6 +359,11 @@ def test_padding_leaves_no_trace(rule_of: Callable[[str], Rule], name: str) -> N
 
 
 PADDED = [(1, 16), (16, 32), (33, 64), (65, 128), (70, 256)]
+# With the shape for a GPU some of the results in bfloat16 are rounded the other way: one number of the reference, which is an
+# error of 5.3e-6; and 5.4e-5 where FEW_ROWS rows take a run row by row, and more rows take it in chunks.
+OTHER_SUMS = (
+    {("reference of a prompt", 1, 16, BF16): 1e-5, ("rows", FEW_ROWS, 32, BF16): 1e-4} if DEVICE == "cuda" else {}
+)
 
 
 @each_dtype
@@ -377,11 +382,9 @@ def test_padding_changes_nothing(
 ) -> None:
     """Nearly bit by bit: for one row Triton compiles other code.
 
-    In bfloat16, and with the shape for a GPU, a few of many numbers are rounded the other way: one of the reference, which is
-    an error of 5.3e-6. 16 rows take a run row by row, more rows in chunks: then results differ by 5.4e-5.
+    OTHER_SUMS says where sums have another order.
     """
-    other_form = name == "rows" and length <= FEW_ROWS < rows
-    allowed = 1e-6 if dtype == F32 or DEVICE == "cpu" else 1e-4 if other_form else 1e-5
+    allowed = OTHER_SUMS.get((name, length, rows, dtype), 1e-6)
     runs = [Run(SLOT, 7, length), Run(-1, 6 + length, rows - length)]
     case, rule = FORMS[name].make(MAIN, runs, dtype), rule_of(name)
     alone, wide = case.part(0, length, case.state).run(rule), case.run(rule)

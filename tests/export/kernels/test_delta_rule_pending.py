@@ -20,6 +20,7 @@ from .delta_rule_cases import (
     BF16,
     F32,
     LIMITS,
+    REFERENCE_LIMITS,
     Case,
     Rule,
     check,
@@ -206,14 +207,13 @@ ROUNDED = {("state", F32): 2e-3, ("state", BF16): 2e-3}
 
 @each_dtype
 def test_states_in_bfloat16(dtype: torch.dtype) -> None:
-    """They are computed with in float32, and rounded where they are written. A single row, alone too, leaves its update
-    pending."""
+    """States in bfloat16 are computed with in float32, and rounded where they are written. A single row, alone too, leaves
+    its update pending."""
     several = [(Run(SLOT, 7), Run(0, 0)), (Run(SLOT, 7, 3), Run(0, 0)), (Run(SLOT, 7, 20), Run(0, 0))]
-    of_reference = LIMITS | {("squares", BF16): 4e-3}
     for some in (*several, (Run(SLOT, 7),)):
         for rule, device, limits in (
             (CudaKernels.delta_step, DEVICE, LIMITS),
-            (reference.delta_step, "cpu", of_reference),
+            (reference.delta_step, "cpu", REFERENCE_LIMITS),
         ):
             case = in_bfloat16(with_count(make(SHAPE, some, dtype, device=device), 4))
             check(case, rule, limits | ROUNDED)

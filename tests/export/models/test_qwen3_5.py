@@ -76,7 +76,7 @@ def test_prefill_and_decode(reference: Get, case: str, length: int) -> None:
 
 @pytest.mark.parametrize("step", (False, True), ids=("forward", "step"))
 def test_states_in_bfloat16(reference: Get, step: bool) -> None:
-    """They change the logits, by as much as other rounding to bfloat16."""
+    """States in bfloat16 change the logits, by as much as other rounding to bfloat16."""
     ref = reference("five-layers")
     tokens = ref.tokens(130 + STEPS)
     model = load_ours(ref.folder, MAX_SEQ_LEN, state_dtype=torch.bfloat16)
