@@ -8,7 +8,7 @@ integers. The error of an input is at most 2^-16 of the largest input that share
 normed row, or for the 64 inner activations of one program.
 
 Times on an H200, 2026-11-23, for 256 experts, 8 per row, H 2048 and I 512, in us at 8/16/32/64/128/256 rows. At that time
-down had the form of gate and up. In its present form it takes 25.1/33.2/39.6 us at 32/64/128 rows (H200, 2026-12-01).
+down had the form of gate and up. In its present form it takes 24.5/32.5/38.6 us at 32/64/128 rows (H200, 2026-12-01).
 
 | | blocks of | gate and up | down |
 | --- | --- | --- | --- |
@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from ostinato.export.kernels.early_start_triton import fetch, start_next, wait_for_previous
-from ostinato.export.kernels.linear.rows_tiles_triton import ROUNDING_BITS, joined, unpack_bytes
+from ostinato.export.kernels.linear.rows_tiles_triton import ROUNDING_BITS, joined, sum_of_warps, unpack_bytes
 from ostinato.export.kernels.linear.scales_triton import of_pair
 from ostinato.export.kernels.linear.step_fixed_point_triton import ROUNDING, larger
 
@@ -95,20 +95,19 @@ def gate_up_fixed_rows_early(
     weight = of_expert(gate_up, shared, expert, INNER * SIZE, EXPERTS) + line[:, None] * (SIZE // 2) + byte[None, :]
     scale = of_expert(gate_up_scale, shared_scale, expert, INNER * SIZE // 64, EXPERTS) + line * (SIZE // 128)
     scale = scale.to(tl.pointer_type(tl.int32))
-    inputs = planes + (row_of_column * 2 + column % 2)[None, :] * SIZE + byte[:, None]
-    inputs_scale = planes_scale + row * (SIZE // 128)
-    filled = (row_of_column >= 0)[None, :]
+    # A block with fewer rows reads the first row in place of those that it lacks. Nothing of their products is stored.
+    inputs = planes + (tl.maximum(row_of_column, 0) * 2 + column % 2)[None, :] * SIZE + byte[:, None]
+    inputs_scale = planes_scale + tl.maximum(row, 0) * (SIZE // 128)
     total = tl.zeros([TILE, BLOCK], tl.float32)
     start = tl.full([TILE, 2 * BLOCK], ROUNDING_BITS, tl.int32)
     for pair in tl.range(0, SIZE // 256, num_stages=STAGES):
         factors = tl.load(scale + pair)
         for half in tl.static_range(2):
             group = pair * 2 + half
-            factor = tl.load(inputs_scale + group, mask=row >= 0, other=0.0)
+            factor = tl.load(inputs_scale + group)
             low, high = unpack_bytes(tl.load(weight + group * 64))
-            sums = tl.dot(low, tl.load(inputs + group * 128, mask=filled, other=0), start, out_dtype=tl.int32)
-            other = tl.load(inputs + (group * 128 + 64), mask=filled, other=0)
-            sums = tl.dot(high, other, sums, out_dtype=tl.int32)
+            sums = tl.dot(low, tl.load(inputs + group * 128), start, out_dtype=tl.int32)
+            sums = tl.dot(high, tl.load(inputs + (group * 128 + 64)), sums, out_dtype=tl.int32)
             total += joined(sums) * (of_pair(factors, half, SCALE)[:, None] * factor[None, :])
     gates, ups = tl.split(tl.permute(tl.reshape(total, [2, SHARE, BLOCK]), (1, 2, 0)))
     to = hidden + (place + number)[None, :] * (2 * INNER) + (piece * SHARE + tl.arange(0, SHARE))[:, None]
@@ -131,14 +130,16 @@ def down_fixed_rows_early(
     SIZE: tl.constexpr,
     INNER: tl.constexpr,
     EXPERTS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Write parts [R (k (+ 1)), SIZE]: outputs, not yet times their shares.
 
     A piece is DOWN_ROWS weight rows of a block's expert. The pieces of all used blocks stand in a line, and each program
-    takes an equal stretch of it. The next piece's weights are under way while a piece is multiplied. Before its wait a
-    program asks for its first weights: they come to the L2 cache while the last programs of `gate_up_fixed_rows_early`
-    run. The kernel reads the schedule before its wait (R4 in `delegate/graphs/nodes.py`).
+    takes an equal stretch of it. A turn is AT_ONCE groups of a piece, one for each warp: a batch of products, which are added
+    up at last. The next turn's weights are under way while a turn is multiplied. Before its wait a program asks for its first
+    weights: they come to the L2 cache while the last programs of `gate_up_fixed_rows_early` run. The kernel reads the
+    schedule before its wait (R4 in `delegate/graphs/nodes.py`).
 
     A program reads BLOCK places, also where a block has fewer rows. The places behind the block's last one belong to the
     next block, or were never written. Their products are not stored.
@@ -147,19 +148,18 @@ def down_fixed_rows_early(
         hidden: as `gate_up_fixed_rows_early` writes it, with room for BLOCK more places.
         blocks: blocks of the schedule, unused ones too.
         SIZE: a multiple of DOWN_ROWS.
-        INNER: a multiple of 256.
+        INNER: a multiple of 128 AT_ONCE.
+        AT_ONCE: the number of warps.
     """
-    SCALE: tl.constexpr = down_scale.dtype.element_ty
     GROUPS: tl.constexpr = INNER // 128
-    # Groups of one turn, and turns for each piece.
-    PER: tl.constexpr = 4 if GROUPS % 4 == 0 else 2
-    TURNS: tl.constexpr = GROUPS // PER
+    TURNS: tl.constexpr = GROUPS // AT_ONCE
     PIECES: tl.constexpr = SIZE // DOWN_ROWS
     start_next(EARLY)
     number = tl.arange(0, BLOCK)
     column = tl.arange(0, 2 * BLOCK)
     line = tl.arange(0, DOWN_ROWS)
-    byte = tl.arange(0, 64)
+    group = tl.arange(0, AT_ONCE)
+    byte = tl.arange(0, AT_ONCE * 64)
     pieces = tl.load(schedule + (blocks - 1) * RECORD + RECORD_USED, cache_modifier=".cg") * PIECES
     begin = pieces * tl.program_id(0) // tl.num_programs(0)
     end = pieces * (tl.program_id(0) + 1) // tl.num_programs(0)
@@ -170,7 +170,6 @@ def down_fixed_rows_early(
         for byte_of_line in tl.static_range(0, INNER // 2, 128):
             fetch(near + byte_of_line)
     wait_for_previous(EARLY)
-    start = tl.full([DOWN_ROWS, 2 * BLOCK], ROUNDING_BITS, tl.int32)
     for block in tl.range(begin // PIECES, (end - 1) // PIECES + 1):
         record = schedule + block * RECORD
         expert = tl.load(record, cache_modifier=".cg")
@@ -178,44 +177,42 @@ def down_fixed_rows_early(
         part = tl.load(record + RECORD_PARTS + number, cache_modifier=".cg")
         weight = of_expert(down, shared, expert, SIZE * INNER // 2, EXPERTS)
         weight = weight + (line[:, None] * (INNER // 2) + byte[None, :])
-        scale = of_expert(down_scale, shared_scale, expert, SIZE * INNER // 128, EXPERTS) + line * GROUPS
-        scale = scale.to(tl.pointer_type(tl.int32))
-        inputs = hidden + ((place * 2 + column)[None, :] * INNER + byte[:, None])
+        scale = of_expert(down_scale, shared_scale, expert, SIZE * INNER // 128, EXPERTS)
+        scale = scale + (line[:, None] * GROUPS + group[None, :])
+        inputs = hidden + (place * 2 + column) * INNER
         inputs_scale = hidden_scale + (place + number) * (INNER // SHARE)
-        columns = ()
         if TURNS == 1:
-            for group in tl.static_range(GROUPS):
-                columns = columns + (load_columns(inputs, inputs_scale, group),)  # type: ignore[assignment]  # noqa: RUF005
+            held = load_columns(inputs, inputs_scale, group)
         total = tl.zeros([DOWN_ROWS, BLOCK], tl.float32)
         first = tl.maximum(begin - block * PIECES, 0) * TURNS
         last = tl.minimum(end - block * PIECES, PIECES) * TURNS
         for turn in tl.range(first, last, num_stages=DOWN_STAGES):
             row = turn // TURNS * DOWN_ROWS
-            ahead = turn % TURNS * PER
-            total = tl.where(ahead == 0, 0.0, total)
-            for group in tl.static_range(PER):
-                if group % 2 == 0:
-                    factors = tl.load(scale + (row * GROUPS + ahead + group) // 2)
-                low, high = unpack_bytes(tl.load(weight + (row * (INNER // 2) + (ahead + group) * 64)))
-                if TURNS == 1:
-                    low_column, high_column, of_low, of_high = columns[group]  # type: ignore[misc, var-annotated]
-                else:
-                    low_column, high_column, of_low, of_high = load_columns(inputs, inputs_scale, ahead + group)
-                sums = joined(tl.dot(low, low_column, start, out_dtype=tl.int32)) * of_low
-                sums += joined(tl.dot(high, high_column, start, out_dtype=tl.int32)) * of_high
-                total += sums * of_pair(factors, group % 2, SCALE)[:, None]
+            ahead = turn % TURNS * AT_ONCE
+            packed = tl.load(weight + (row * (INNER // 2) + ahead * 64))
+            factors = tl.load(scale + (row * GROUPS + ahead))
+            if TURNS == 1:
+                low_column, high_column, of_low, of_high = held
+            else:
+                low_column, high_column, of_low, of_high = load_columns(inputs, inputs_scale, ahead + group)
+            low, high = unpack_bytes(tl.permute(tl.reshape(packed, [DOWN_ROWS, AT_ONCE, 64]), (1, 0, 2)))
+            start = tl.full([AT_ONCE, DOWN_ROWS, 2 * BLOCK], ROUNDING_BITS, tl.int32)
+            sums = joined(tl.dot(low, low_column, start, out_dtype=tl.int32)) * of_low
+            sums += joined(tl.dot(high, high_column, start, out_dtype=tl.int32)) * of_high
+            sums *= tl.trans(factors).to(tl.float32)[:, :, None]
+            total = tl.where(ahead == 0, 0.0, total) + sum_of_warps(sums)
             to = parts + (part * SIZE)[None, :] + (line + row)[:, None]
-            done = (part >= 0) & (ahead == GROUPS - PER)
+            done = (part >= 0) & (turn % TURNS == TURNS - 1)
             tl.store(to, total.to(parts.dtype.element_ty), mask=done[None, :])
 
 
 @triton.jit
 def load_columns(inputs, inputs_scale, group):
-    """Load a group's inputs: those that low nibbles multiply and those that high ones do, [64, 2 BLOCK] each, then the scales
-    of both, [1, BLOCK] each."""
-    low = tl.load(inputs + group * 128)
-    high = tl.load(inputs + (group * 128 + 64))
-    return low, high, tl.load(inputs_scale + group * 2)[None, :], tl.load(inputs_scale + (group * 2 + 1))[None, :]
+    """Load the inputs of groups [G]: those that low nibbles multiply and those that high ones do, [G, 64, 2 BLOCK] each, then
+    the scales of both, [G, 1, BLOCK] each."""
+    at = inputs[None, None, :] + (group[:, None] * 128 + tl.arange(0, 64)[None, :])[:, :, None]
+    scale = inputs_scale[None, :] + group[:, None] * 2
+    return tl.load(at), tl.load(at + 64), tl.load(scale)[:, None, :], tl.load(scale + 1)[:, None, :]
 
 
 @triton.jit

@@ -53,10 +53,12 @@ Pair = tuple[Weight, Weight | None]
 # In bfloat16 a delta-net layer takes 71.1/108.1/159.1/226.9 us with (32, 512) at 8/16/32/64 rows, 72.6/108.3/161.0/226.8 with
 # (64, 512), and 73.4/108.2/158.7/226.9 with (16, 512).
 ROUTER = {torch.bfloat16: (32, 512), torch.float32: (16, 128)}
-# Programs of down in fixed point for each multiprocessor, and about the shared memory that one needs. No more than three have
-# room by the division of memory for kernels of rows (`delegate/graphs/nodes.py`), so they spread evenly.
-DOWN_PROGRAMS = 3
-DOWN_BYTES = 48 * 1024
+# Warps of a program of down in fixed point, each with a group of 128, or 2 where groups are no multiple of DOWN_WARPS. As
+# many programs are launched as have room in DOWN_ROOM bytes of each multiprocessor's shared memory: the division of memory
+# for kernels of rows (`delegate/graphs/nodes.py`). So they spread evenly, where one more would be alone in the end: with
+# 1,536 inner activations 3 programs take 90 us, 2 take 72. The bytes for each warp if it has one group of a row, and else.
+DOWN_WARPS, DOWN_ROOM = 4, 164 * 1024
+DOWN_BYTES = {True: 12800, False: 15104}
 # Columns per program of the last kernel.
 SUM_COLUMNS = 1024
 
@@ -290,17 +292,19 @@ def _multiply_fixed(
     """Writes parts [R (k (+ 1)), H]."""
     experts, size = down[0].values.shape[:2]
     inner, blocks, share = down[0].columns, schedule.shape[0], fixed.SHARE.value
-    common = {"SIZE": size, "INNER": inner, "EXPERTS": experts, "EARLY": starts_early(), "num_warps": 4}
+    common = {"SIZE": size, "INNER": inner, "EXPERTS": experts, "EARLY": starts_early()}
     # Down projections read BLOCK places for each block, also where it has fewer rows.
     places = places + scheduling.BLOCK.value
     hidden = torch.empty(places, 2, inner, dtype=torch.int8, device=schedule.device)
     hidden_scale = _floats(schedule, places, inner // share)
     launcher(fixed.gate_up_fixed_rows_early)[(inner // share, blocks)](
-        prepared, x_scale, schedule, *_scaled(gate_up), hidden, hidden_scale, **common
+        prepared, x_scale, schedule, *_scaled(gate_up), hidden, hidden_scale, num_warps=4, **common
     )
-    programs = min(DOWN_PROGRAMS, shared_memory() // DOWN_BYTES) * processors()
-    launcher(fixed.down_fixed_rows_early)[(programs,)](
-        hidden, hidden_scale, schedule, *_scaled(down), parts, blocks, **common
+    warps = DOWN_WARPS if inner % (128 * DOWN_WARPS) == 0 else 2
+    # A program takes 1 KB besides.
+    programs = min(DOWN_ROOM, shared_memory()) // (warps * DOWN_BYTES[inner == 128 * warps] + 1024)
+    launcher(fixed.down_fixed_rows_early)[(programs * processors(),)](
+        hidden, hidden_scale, schedule, *_scaled(down), parts, blocks, AT_ONCE=warps, num_warps=warps, **common
     )
 
 

@@ -114,13 +114,17 @@ def test_which_form_rows_take() -> None:
     ("shape", "rows"),
     [
         (replace(FIXED, experts=4, top_k=1, shared=None), 200),
+        # Down projections take four groups at a time: all, some behind the last, and all in two turns.
+        (replace(FIXED, experts=3, inner=512, shared=512), 17),
+        (replace(FIXED, experts=3, inner=768, shared=768), 17),
+        (replace(FIXED, experts=3, inner=1024, shared=None), 17),
         (FIXED, 300),
         *([(Shape(256, 8, 2048, 512, 512, 128), 512), (replace(FLOATS, experts=6), 511)] if DEVICE == "cuda" else []),
     ],
     ids=str,
 )
 def test_many_rows(shape: Shape, rows: int) -> None:
-    """A block has eight rows, so experts have many blocks. More than 256 rows take the kernels for prompts."""
+    """A block has eight rows, so experts have some or many blocks. More than 256 rows take the kernels for prompts."""
     check(make(shape, rows, BF16), rows_triton, "sparse_moe", rows_error("sparse_moe", shape, BF16))
 
 
