@@ -136,8 +136,8 @@ def down_fixed_rows_early(
     """Write parts [R (k (+ 1)), SIZE]: outputs, not yet times their shares.
 
     A piece is DOWN_ROWS weight rows of a block's expert. The pieces of all used blocks stand in a line, and each program
-    takes an equal stretch of it. A turn is AT_ONCE groups of a piece, one for each warp: a batch of products, which are added
-    up at last. The next turn's weights are under way while a turn is multiplied. Before its wait a program asks for its first
+    takes an equal stretch of it. A turn is AT_ONCE groups of a piece, one for each warp: a batch of products, which are then
+    added up. The next turn's weights are under way while a turn is multiplied. Before its wait a program asks for its first
     weights: they come to the L2 cache while the last programs of `gate_up_fixed_rows_early` run. The kernel reads the
     schedule before its wait (R4 in `delegate/graphs/nodes.py`).
 

@@ -56,9 +56,10 @@ ROUTER = {torch.bfloat16: (32, 512), torch.float32: (16, 128)}
 # Warps of a program of down in fixed point, each with a group of 128, or 2 where groups are no multiple of DOWN_WARPS. As
 # many programs are launched as have room in DOWN_ROOM bytes of each multiprocessor's shared memory: the division of memory
 # for kernels of rows (`delegate/graphs/nodes.py`). So they spread evenly, where one more would be alone in the end: with
-# 1,536 inner activations 3 programs take 90 us, 2 take 72. The bytes for each warp if it has one group of a row, and else.
+# 1,536 inner activations 3 programs take 90 us, 2 take 72. A warp needs HELD_BYTES where it has one group of a row, whose
+# inputs it holds, and LOADED_BYTES where it loads those of each turn.
 DOWN_WARPS, DOWN_ROOM = 4, 164 * 1024
-DOWN_BYTES = {True: 12800, False: 15104}
+HELD_BYTES, LOADED_BYTES = 12800, 15104
 # Columns per program of the last kernel.
 SUM_COLUMNS = 1024
 
@@ -301,8 +302,9 @@ def _multiply_fixed(
         prepared, x_scale, schedule, *_scaled(gate_up), hidden, hidden_scale, num_warps=4, **common
     )
     warps = DOWN_WARPS if inner % (128 * DOWN_WARPS) == 0 else 2
+    needed = HELD_BYTES if inner == 128 * warps else LOADED_BYTES
     # A program takes 1 KB besides.
-    programs = min(DOWN_ROOM, shared_memory()) // (warps * DOWN_BYTES[inner == 128 * warps] + 1024)
+    programs = min(DOWN_ROOM, shared_memory()) // (warps * needed + 1024)
     launcher(fixed.down_fixed_rows_early)[(programs * processors(),)](
         hidden, hidden_scale, schedule, *_scaled(down), parts, blocks, AT_ONCE=warps, num_warps=warps, **common
     )

@@ -114,7 +114,7 @@ def test_which_form_rows_take() -> None:
     ("shape", "rows"),
     [
         (replace(FIXED, experts=4, top_k=1, shared=None), 200),
-        # Down projections take four groups at a time: all, some behind the last, and all in two turns.
+        # Down projections by four warps, by two (768), and by four in two turns.
         (replace(FIXED, experts=3, inner=512, shared=512), 17),
         (replace(FIXED, experts=3, inner=768, shared=768), 17),
         (replace(FIXED, experts=3, inner=1024, shared=None), 17),
