@@ -99,7 +99,6 @@ class IntegersConfig:
 
                   gate and up, up to 4 rows   up to 8        down, up to 4   up to 8
         int4      27.0 | 21.3                 27.6 | 29.1    16.1 | 13.5     16.8 | 15.8
-        int4_min  30.1 | 27.7                 37.7 | 36.1    15.4 | 20.7     20.8 | 25.8
         int8      39.2 | 36.2                 40.2 | 39.5    19.4 | 19.9     23.2 | 21.4
 
     A layer with attention, its qkv and o with all blocks under way (where these have room) | by stretches with a fence (one
@@ -107,7 +106,6 @@ class IntegersConfig:
 
                   up to 4 rows     up to 8
         int4      52.7 | 53.7      65.2 | 64.2
-        int4_min  64.1 | 63.6      82.4 | 81.5
         int8      77.4 | 76.6      85.8 | 84.2
 
     Gate and up have so many programs that they do without: a fence takes registers, and then 25.8 and 29.8 us in int4, not
@@ -117,8 +115,10 @@ class IntegersConfig:
 
                   up to 4 rows     up to 8
         int4      52.6 | 49.6      62.7 | 66.8
-        int4_min  64.4 | 62.9      84.6 | 83.2
         int8      75.3 | 77.4      83.3 | 85.3
+
+    The same choices are the best with minima, 59.4/71.1 us: qkv and o by stretches 61.9, down without a fence 61.8 and with
+    one 75.2, with one block 64.0/71.2, gate and up with two turns ahead 61.0/83.1 (one H200, 2026-12-01).
     """
 
     warps: int
@@ -129,21 +129,17 @@ class IntegersConfig:
     @classmethod
     def of(cls, weight: Weight, columns: int, programs: int) -> IntegersConfig:
         blocks, bits = weight.columns // BLOCK.value, bits_of(weight)
-        minima = weight.minimum is not None
         two = blocks % 2 == 0 and weight.group_size == 32
         warps = MAX_WARPS // 2
         turns = triton.cdiv(blocks, warps)
         long = turns > MOST_BLOCKS
         warps = MAX_WARPS if long else warps
         # The products of few columns with four bits take few registers.
-        light = columns == FOUR_ROWS and bits == 4 and not minima
-        # A lane's registers with all blocks under way: words, scales and minima.
-        registers = 60 + turns * (2 * bits + (8 if minima else 4))
+        light = columns == FOUR_ROWS and bits == 4
+        # A lane's registers with all blocks under way: words and scales.
+        registers = 60 + turns * (2 * bits + 4)
         if (light or not two) and not long and programs * 32 * warps * registers <= H100_REGISTERS:
             return cls(warps, 1, turns)
-        # The scales of a long stretch, and its minima, take registers that other programs need.
-        if long and minima:
-            return cls(warps, 1, 1, fence=True)
         if two:
             return cls(warps, 2, 1, fence=light if long else programs <= FENCED_PROGRAMS)
         if columns == FOUR_ROWS:

@@ -10,6 +10,9 @@ scales at once take 2 look-ups per block, not 8.
 A block has four spans of 32 elements. Four lanes load 32 bytes of a row, 8 each. The low nibbles of these bytes are a span
 and the high ones are the next, or the bytes are a span. A row's inputs are stored as a warp loads them (`store_operands`).
 
+Minima are multiplied ahead of the turns, in TF32, by the sums of their groups' inputs. TF32 has all bits of a minimum; a sum
+is two numbers of which it has all bits.
+
 A group's sum is an exact integer, the sums of the warps are added in one order, and no row sees another. So a row has the
 same bits whatever stands beside it.
 """
@@ -31,12 +34,16 @@ from .rows_direct_store_triton import (
 )
 from .rows_grouped_triton import load_block_scales, of_group
 from .rows_prepare_triton import signed_bytes
-from .rows_tiles_triton import BLOCK, INTERPRETED, ROUNDING_BITS, UNPACK, joined_planes, sum_of_warps
-from .step_fixed_point_triton import ROUNDING
+from .rows_tiles_triton import BLOCK, ROUNDING_BITS, joined, joined_shortly, sum_of_warps
 from .step_tiles_triton import hold_loads
 
 SPAN = tl.constexpr(32)
-# Masks of the upper four bits of four bytes, and of their upper bit.
+# Groups of 32 whose minima a warp multiplies in a turn.
+MINIMA = tl.constexpr(32)
+# Mask of the bits that TF32 has of float32: 11 of the 21 that a sum of 32 in fixed point has.
+TF32 = tl.constexpr(-0x2000)
+# Masks of the lower and the upper four bits of four bytes, and of their upper bit.
+LOWER = tl.constexpr(0x0F0F0F0F)
 UPPER = tl.constexpr(-0x0F0F0F10)
 SIGNS = tl.constexpr(-0x7F7F7F80)
 
@@ -45,6 +52,7 @@ SIGNS = tl.constexpr(-0x7F7F7F80)
 def direct_integers_rows_early(
     planes_ptr,
     factors_ptr,
+    sums_ptr,
     weight_ptr,
     scale_ptr,
     minimum_ptr,
@@ -81,7 +89,7 @@ def direct_integers_rows_early(
     is a multiple of BLOCKS blocks.
 
     Args:
-        planes, factors: see `store_operands`.
+        planes, factors, sums: see `store_operands`. Without MINIMUM there are no sums.
         CHANNELS: outputs that are convolved with TAPS taps, the first ones; see `store_direct`. 0: none is.
         BLOCKS: blocks of a turn for each warp: 1, or, in groups of 32, 2.
         AHEAD: turns whose weights are loaded before the wait, and later before those ahead of them are multiplied.
@@ -101,15 +109,16 @@ def direct_integers_rows_early(
     line = stored_lines(line, first, N, SWIGLU, ROWS)
     words = weight_ptr.to(tl.pointer_type(tl.int32)) + first.to(tl.int64) * ROW + line * ROW
     scaled = first.to(tl.int64) + stored_lines(tl.arange(0, ROWS)[None, :], first, N, SWIGLU, ROWS)
-    scales, minima = (), ()
-    if BLOCKS == 2:
-        scales = load_stretches(scale_ptr, scaled, K, WARPS, TURNS)
-        if MINIMUM:
-            minima = load_stretches(minimum_ptr, scaled, K, WARPS, TURNS)
+    scales = load_stretches(scale_ptr, scaled, K, WARPS, TURNS) if BLOCKS == 2 else ()
     tiles = ()
     for turn in tl.static_range(min(AHEAD, TURNS)):
-        tile = load_turn(words, scale_ptr, minimum_ptr, scaled, turn, K, GROUP, BITS, MINIMUM, WARPS, BLOCKS)
+        tile = load_turn(words, scale_ptr, scaled, turn, K, GROUP, BITS, WARPS, BLOCKS)
         tiles = tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005
+    minima = ()
+    if MINIMUM:
+        minimum_ptr += first.to(tl.int64) * (K // SPAN)
+        for turn in tl.static_range((K // SPAN + WARPS * MINIMA - 1) // (WARPS * MINIMA)):
+            minima = minima + (load_groups(minimum_ptr, line, turn, K, WARPS),)  # type: ignore[assignment]  # noqa: RUF005
     taps, past, slot, offset = (), (), row, row
     if CHANNELS > 0:
         slot = tl.load(slots_ptr + row, mask=row < rows, other=-2)
@@ -119,14 +128,15 @@ def direct_integers_rows_early(
     wait_for_previous(EARLY)
     residual = load_residual(residual_ptr, output, row, rows, N) if RESIDUAL else 0.0
     sums = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)
+    if MINIMUM:
+        sums = minima_products(minima, sums_ptr, rows, K, ROWS, COLUMNS, WARPS)
     if TURNS <= AHEAD:
         following = load_inputs(planes_ptr, factors_ptr, rows, 0, K, COLUMNS, WARPS, BLOCKS)
         for turn in tl.static_range(TURNS):
             columns = following
             if turn + 1 < TURNS:
                 following = load_inputs(planes_ptr, factors_ptr, rows, turn + 1, K, COLUMNS, WARPS, BLOCKS)
-            scaled_tile = with_scales(tiles[turn], scales, minima, turn)
-            sums = add_turn(sums, scaled_tile, columns, GROUP, BITS, MINIMUM, SCALE, COLUMNS)
+            sums = add_turn(sums, with_scales(tiles[turn], scales, turn), columns, GROUP, BITS, MINIMUM, SCALE, COLUMNS)
     else:
         inputs = ()
         for turn in tl.static_range(AHEAD):
@@ -134,18 +144,16 @@ def direct_integers_rows_early(
             inputs = inputs + (loaded,)  # type: ignore[assignment]  # noqa: RUF005
         # A loop, not a list of turns: in a list the compiler moves each load close to where its data are needed.
         for turn in tl.range(0, TURNS, num_stages=1):
-            tile = load_turn(
-                words, scale_ptr, minimum_ptr, scaled, turn + AHEAD, K, GROUP, BITS, MINIMUM, WARPS, BLOCKS
-            )
+            tile = load_turn(words, scale_ptr, scaled, turn + AHEAD, K, GROUP, BITS, WARPS, BLOCKS)
             loaded = load_inputs(planes_ptr, factors_ptr, rows, turn + AHEAD, K, COLUMNS, WARPS, BLOCKS)
             tiles, inputs = tiles + (tile,), inputs + (loaded,)  # type: ignore[assignment]  # noqa: RUF005
             if FENCE:
                 hold_loads()
-            first_tile = with_scales(tiles[0], scales, minima, turn)  # type: ignore[misc]
+            first_tile = with_scales(tiles[0], scales, turn)  # type: ignore[misc]
             sums = add_turn(sums, first_tile, inputs[0], GROUP, BITS, MINIMUM, SCALE, COLUMNS)  # type: ignore[misc]
             tiles, inputs = tiles[1:], inputs[1:]
-    # Bytes of eight-bit weights are not 16 times a weight, as the factors are for.
-    total = sum_of_warps(sums) * (1.0 if BITS == 4 else 16.0)
+    # Bytes of eight-bit weights, and of those with minima, are not 16 times a weight, as the factors are for.
+    total = sum_of_warps(sums) * (1.0 if BITS == 4 and not MINIMUM else 16.0)
     store_direct(
         total, residual, bias_ptr, state_ptr, slots_ptr, out_ptr, taps, past, slot, offset, output, row, rows,
         N, BIAS, RESIDUAL, SWIGLU, CHANNELS, TAPS,
@@ -159,18 +167,16 @@ def direct_integers_rows_early(
 def load_turn(
     words,
     scale_ptr,
-    minimum_ptr,
     scaled,
     number,
     K: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
-    MINIMUM: tl.constexpr,
     WARPS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     """Load a turn of weights: for each block of a warp, tiles of words [4, 8, WARPS, ROWS / 8, 2] of 32 bytes of a row each;
-    and, of one block, its scales and minima as `of_group` takes them. Those of two blocks are in `load_stretches`.
+    and, of one block, its scales as `of_group` takes them. Those of two blocks are in `load_stretches`.
 
     Behind the last blocks are the last ones again, whose inputs are zeros. Behind the last turn nothing is loaded.
 
@@ -187,13 +193,9 @@ def load_turn(
     for piece in tl.static_range(BLOCKS * BITS // 2):
         tiles = tiles + (tl.load(at + piece * 8, mask=inside, other=0),)  # type: ignore[assignment]  # noqa: RUF005
     scales = ()
-    minima = ()
     if BLOCKS == 1:
         scales = (load_block_scales(scale_ptr, scaled, own[:, None], K, GROUP),)  # type: ignore[assignment]
-        minima = scales
-        if MINIMUM:
-            minima = (load_block_scales(minimum_ptr, scaled, own[:, None], K, GROUP),)  # type: ignore[assignment]
-    return tiles, scales, minima
+    return tiles, scales
 
 
 @triton.jit
@@ -225,12 +227,9 @@ def load_stretches(scale_ptr, scaled, K: tl.constexpr, WARPS: tl.constexpr, TURN
 
 
 @triton.jit
-def with_scales(tile, scales, minima, number):
-    """A turn of weights with its scales and minima: those of `load_stretches`, or those that it has if there are none."""
-    if len(scales) > 0:
-        of_turn = scales_of_turn(scales, number)
-        tile = tile[0], of_turn, scales_of_turn(minima, number) if len(minima) > 0 else of_turn
-    return tile
+def with_scales(tile, stretches, number):
+    """A turn of weights with its scales: those of `load_stretches`, or those that it has if there are none."""
+    return tile if len(stretches) == 0 else (tile[0], scales_of_turn(stretches, number))
 
 
 @triton.jit
@@ -290,9 +289,48 @@ def load_inputs(
 
 
 @triton.jit
-def store_operands(planes_ptr, factors_ptr, x, row, block, K: tl.constexpr, COLUMNS: tl.constexpr, SPANS: tl.constexpr):
+def load_groups(at, line, number, K: tl.constexpr, WARPS: tl.constexpr):
+    """Load what lines have for a turn of MINIMA groups of each warp: [WARPS, LINES, MINIMA], zeros behind the last group. As
+    float32 it is the left operand of a product in TF32; the right one must be transposed. Moves no data.
+
+    A lane has eight neighbouring groups. Their order is not that of memory; it is the same for all dtypes.
+
+    Args:
+        at: pointer to lines of K / 32 groups.
+        line: numbers of lines [1, 8, 1, LINES / 8, 1].
+    """
+    # A load has 16 bytes for each lane: with more, Triton would give these to two lanes.
+    LOADS: tl.constexpr = at.dtype.element_ty.primitive_bitwidth // 16
+    own = number * WARPS + tl.arange(0, WARPS)[None, None, :, None, None]
+    group = own * MINIMA + tl.arange(0, 4)[:, None, None, None, None] * 8
+    group += tl.arange(0, 8 // LOADS)[None, None, None, None, :]
+    values = tl.load(at + line * (K // SPAN) + group, mask=group < K // SPAN, other=0.0)
+    if LOADS == 2:
+        group += 4
+        more = tl.load(at + line * (K // SPAN) + group, mask=group < K // SPAN, other=0.0)
+        eights = tl.reshape(tl.join(values, more), [4, 8, WARPS, line.shape[3], 2, 2, 2])
+        values = tl.permute(eights, (0, 1, 2, 3, 6, 4, 5))
+    # Dimensions: lane, line of eight, warp, eight, pair of groups, and group of a pair.
+    pairs = tl.reshape(values, [4, 8, WARPS, line.shape[3], 4, 2])
+    return tl.reshape(tl.permute(pairs, (2, 3, 1, 4, 0, 5)), [WARPS, line.shape[3] * 8, MINIMA])
+
+
+@triton.jit
+def store_operands(
+    planes_ptr,
+    factors_ptr,
+    sums_ptr,
+    x,
+    row,
+    block,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPANS: tl.constexpr,
+    SUMS: tl.constexpr,
+):
     """Store blocks [BLOCKS, 128] of a row in fixed point as `load_inputs` reads them: planes [K / 128, 2 COLUMNS * 128] and
-    factors [K / 128, COLUMNS].
+    factors [K / 128, COLUMNS]. With SUMS also sums [2 COLUMNS, K / 32] float32: two for a row, which add up to the exact sum
+    of 32 neighbours in fixed point times their factor, and of which TF32 has all bits.
 
     A warp loads at once the 512 bytes that eight columns have for 64 elements of a block. With SPANS a lane's 16 bytes are 8
     of each of two spans, else neighbours.
@@ -301,6 +339,14 @@ def store_operands(planes_ptr, factors_ptr, x, row, block, K: tl.constexpr, COLU
     store_column(planes_ptr, upper, block, 2 * row, K, COLUMNS, SPANS)
     store_column(planes_ptr, lower, block, 2 * row + 1, K, COLUMNS, SPANS)
     tl.store(factors_ptr + block * COLUMNS + row, scale / 16, mask=block < K // BLOCK)
+    if SUMS:
+        values = (upper.to(tl.float32) * 256.0 + lower.to(tl.float32)) * (scale / 16)[:, None]
+        of_groups = tl.sum(tl.reshape(values, [x.shape[0], 4, SPAN]), 2)
+        first = (of_groups.to(tl.int32, bitcast=True) & TF32).to(tl.float32, bitcast=True)
+        group = block[:, None, None] * 4 + tl.arange(0, 4)[None, :, None]
+        at = sums_ptr + (2 * row + tl.arange(0, 2)[None, None, :]) * (K // SPAN) + group
+        # One store: the values of another would go through shared memory again.
+        tl.store(at, tl.join(first, of_groups - first), mask=group < K // SPAN)
 
 
 @triton.jit
@@ -330,7 +376,7 @@ def add_turn(
     COLUMNS: tl.constexpr,
 ):
     """sums [WARPS, ROWS, COLUMNS] + the products of a turn's weights with bytes of the inputs, times scales and factors."""
-    tiles, scales, minima = tile
+    tiles, scales = tile
     columns, factors = inputs
     PIECES: tl.constexpr = BITS // 2
     for block in tl.static_range(len(scales)):
@@ -338,21 +384,19 @@ def add_turn(
         for piece in tl.static_range(PIECES):
             weights = weights + spans_of(tiles[block * PIECES + piece], BITS, MINIMUM)
         halves = columns[2 * block], columns[2 * block + 1]
-        products = block_products(weights, halves, scales[block], minima[block], GROUP, MINIMUM, SCALE, COLUMNS)
-        sums += joined_planes(products) * factors[block][:, None, :]
+        products = block_products(weights, halves, scales[block], GROUP, BITS, SCALE, COLUMNS)
+        sums += products * factors[block][:, None, :]
     return sums
 
 
 @triton.jit
 def spans_of(words, BITS: tl.constexpr, MINIMUM: tl.constexpr):
-    """The spans of which `words` are 32 bytes: two of four bits, as bytes that are 16 times a weight, or one of eight."""
+    """The spans of which `words` are 32 bytes: two of four bits, as bytes that are a weight with MINIMUM, else 16 times a
+    weight, or one of eight."""
     if BITS == 8:
         return (words,)
-    elif MINIMUM and not INTERPRETED:
-        # The compiler makes two instructions of an AND and a XOR with constants. With them a dense layer, 4,096 and 14,336
-        # wide, with minima takes 66.9/86.5 us for 4/8 rows, with one 65.2/82.8; without minima 54.0/65.4 and 54.2/67.1 (one
-        # H200, 2026-11-29).
-        return tl.inline_asm_elementwise(UNPACK, "=r,=r,r", [words], (tl.int32, tl.int32), is_pure=True, pack=1)
+    elif MINIMUM:
+        return words & LOWER, (words >> 4) & LOWER
     else:
         return ((words << 4) & UPPER) ^ SIGNS, (words & UPPER) ^ SIGNS
 
@@ -362,36 +406,44 @@ def block_products(
     weights,
     halves,
     scales,
-    minima,
     GROUP: tl.constexpr,
-    MINIMUM: tl.constexpr,
+    BITS: tl.constexpr,
     SCALE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The products of a block's four spans with bytes of the inputs, times scales: [WARPS, ROWS, 2 COLUMNS]."""
+    """The products of a block's four spans with the inputs, times scales: [WARPS, ROWS, COLUMNS]."""
     WARPS: tl.constexpr = scales.shape[0]
     ROWS: tl.constexpr = scales.shape[1]
     columns = ()
     for half in tl.static_range(2):
         both = tl.reshape(halves[half], [4, 8, WARPS, COLUMNS // 4, 2, 2])
         columns = columns + tl.split(tl.permute(both, (0, 1, 2, 3, 5, 4)))  # type: ignore[assignment]
-    products = tl.zeros([WARPS, ROWS, 2 * COLUMNS], tl.float32)
+    products = tl.zeros([WARPS, ROWS, COLUMNS], tl.float32)
     for start in tl.static_range(0, 4, GROUP // SPAN):
-        integers = tl.full(products.shape, ROUNDING_BITS, tl.int32)
-        totals = integers
+        integers = tl.full([WARPS, ROWS, 2 * COLUMNS], ROUNDING_BITS, tl.int32)
         for span in tl.static_range(start, start + GROUP // SPAN):
             right = tl.permute(operand(columns[span]), (0, 2, 1))
             integers = tl.dot(operand(weights[span]), right, integers, out_dtype=tl.int32)
-            if MINIMUM:
-                sixteens = tl.full([WARPS, ROWS, SPAN], 16, tl.int8)
-                totals = tl.dot(sixteens, right, totals, out_dtype=tl.int32)
         scale = of_group(scales, start * SPAN, GROUP, SCALE)
-        products += (integers.to(tl.float32, bitcast=True) - ROUNDING) * scale[:, :, None]
-        if MINIMUM:
-            # The bytes are 16 times what is 8 less than a weight.
-            minimum = of_group(minima, start * SPAN, GROUP, SCALE) + 8.0 * scale
-            products += (totals.to(tl.float32, bitcast=True) - ROUNDING) * minimum[:, :, None]
+        products += (joined_shortly(integers) if BITS == 4 else joined(integers)) * scale[:, :, None]
     return products
+
+
+@triton.jit
+def minima_products(
+    minima, sums_ptr, rows, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WARPS: tl.constexpr
+):
+    """The minima of `load_groups` times the sums of `store_operands`: [WARPS, ROWS, COLUMNS]."""
+    eight = tl.arange(0, COLUMNS // 4)[None, None, None, :, None]
+    column = eight * 8 + tl.arange(0, 8)[None, :, None, None, None]
+    # Behind the last row is the last one again: numbers that were never written may be NaN.
+    column = tl.minimum(column, 2 * rows - 1)
+    products = tl.zeros([WARPS, ROWS, 2 * COLUMNS], tl.float32)
+    for turn in tl.static_range(len(minima)):
+        right = tl.permute(load_groups(sums_ptr, column, turn, K, WARPS), (0, 2, 1))
+        products = tl.dot(minima[turn].to(tl.float32), right, products, input_precision="tf32")
+    first, second = tl.split(tl.reshape(products, [WARPS, ROWS, COLUMNS, 2]))
+    return first + second
 
 
 @triton.jit

@@ -29,7 +29,7 @@ from ostinato.export.kernels.operands import FEW_ROWS, FOUR_ROWS, STEP_ROWS, Con
 from .rows_direct_configs import FloatsConfig, IntegersConfig, float_warps
 from .rows_direct_floats_triton import TURN, direct_floats_rows_early, direct_long_floats_rows_early
 from .rows_direct_int4_triton import STRETCH, direct_rows_early
-from .rows_direct_integers_triton import direct_integers_rows_early, store_operands
+from .rows_direct_integers_triton import SPAN, direct_integers_rows_early, store_operands
 from .rows_direct_store_triton import MAX_WARPS, TILE
 from .rows_direct_unpacked_triton import direct_unpacked_rows_early
 from .rows_prepare_triton import prepared_blocks
@@ -207,11 +207,13 @@ class DirectProduct:
         """Normed or divided rows as the product reads them, in x's dtype or in fixed point. Also writes `gated`."""
         rows, k = x.shape[0], x.shape[1]
         blocks, columns = k // BLOCK.value, self._columns(rows)
+        minima = self.weight.minimum is not None
         if self.floats:
             prepared: tuple[Tensor, ...] = (x.new_empty((k // TURN.value, columns, TURN.value)),)
         else:
             planes = x.new_empty((blocks, 2 * columns, BLOCK.value), dtype=torch.int8)
-            prepared = planes, x.new_empty((blocks, columns), dtype=torch.float32)
+            factors = x.new_empty((blocks, columns), dtype=torch.float32)
+            prepared = planes, factors, factors.new_empty((2 * columns, k // SPAN.value)) if minima else factors
         gates = 0 if self.gates is None else self.gates.shape[0]
         at_once = prepared_at_once(blocks, norm is not None)
         # `store_gates` has up to eight warps.
@@ -220,7 +222,7 @@ class DirectProduct:
         launcher(prepare_direct_rows_early)[grid](
             *pointers(x, norm, squares, self.gates, self.gated),
             # What is not written is any tensor.
-            *((*prepared, x, x) if self.floats else (x, *prepared)),
+            *((*prepared, x, x, x) if self.floats else (x, *prepared)),
             rows,
             EPS=eps,
             K=k,
@@ -229,6 +231,7 @@ class DirectProduct:
             PARTS=0 if squares is None else squares.shape[1],
             FLOATS=self.floats,
             STRETCHES=self._stretches,
+            SUMS=minima,
             COLUMNS=columns,
             BLOCKS=at_once,
             GATES=gates,
@@ -292,7 +295,7 @@ class DirectProduct:
             tile = 2 * TILE if self.outputs > 4096 else TILE
             warps = warps_for(k)
             launcher(direct_rows_early)[(self._programs(tile),)](
-                *pointers(*prepared, weight.values, weight.scale, *optional),
+                *pointers(*prepared[:2], weight.values, weight.scale, *optional),
                 out,
                 rows,
                 ROWS=tile,
@@ -340,6 +343,7 @@ def prepare_direct_rows_early(
     normed_ptr,
     planes_ptr,
     factors_ptr,
+    sums_ptr,
     rows,
     EPS: tl.constexpr,
     K: tl.constexpr,
@@ -348,6 +352,7 @@ def prepare_direct_rows_early(
     PARTS: tl.constexpr,
     FLOATS: tl.constexpr,
     STRETCHES: tl.constexpr,
+    SUMS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCKS: tl.constexpr,
     GATES: tl.constexpr,
@@ -382,4 +387,4 @@ def prepare_direct_rows_early(
         at = normed_ptr + (turn * COLUMNS + row) * TURN + within[None, :] % TURN
         tl.store(at, x.to(normed_ptr.dtype.element_ty), mask=inside)
     else:
-        store_operands(planes_ptr, factors_ptr, x, row, block, K, COLUMNS, not STRETCHES)
+        store_operands(planes_ptr, factors_ptr, sums_ptr, x, row, block, K, COLUMNS, not STRETCHES, SUMS)

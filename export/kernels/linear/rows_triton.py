@@ -185,12 +185,12 @@ def _gains_from_direct(weight: Weight, normed: bool) -> bool:
 
     In bfloat16, a norm costs a kernel ahead of the product. In fixed point, a single row's kernels would convert both rows in
     each program; so behind a norm a direct product is always faster, and else where a weight is small. A layer takes, by a
-    single row's kernels | as here | by direct products alone (us; one H200, 2026-11-30):
+    single row's kernels | as here | by direct products alone (us; one H200, 2026-11-30, int4_min 2026-12-01):
 
         1,024 wide, in bfloat16, delta-net            21.2    19.3    19.9
         with attention                                19.2    19.0    19.4
         4,096 and 14,336 wide, in bfloat16           109.4   108.9   114.4
-        in int4_min g32                               59.7    59.7    63.6
+        in int4_min g32                               59.0    56.1    56.1
         in int8 g32                                   75.2    74.7    74.7
 
     By a single row's kernels a vocabulary of 128,256 x 4,096 in int8 g32 takes 143.5 us, not 134.0. If these compute the
@@ -200,7 +200,7 @@ def _gains_from_direct(weight: Weight, normed: bool) -> bool:
         return not normed and weight.columns <= DIRECT_COLUMNS
     if in_fixed_point(weight):
         return normed or weight.rows <= DIRECT_ROWS
-    return weight.minimum is None
+    return True
 
 
 def _is_fused(x: Tensor, weight: Weight) -> bool:

@@ -303,7 +303,12 @@ GROUPS = {
         cases=((80, BF16), (89, BF16), (90, BF16)),
         analysed=((90, BF16),),
         written={
-            "prepare_direct_rows_early": ["factors_ptr gated_ptr planes_ptr", "factors_ptr planes_ptr"],
+            "prepare_direct_rows_early": [
+                "factors_ptr gated_ptr planes_ptr",
+                "factors_ptr gated_ptr planes_ptr sums_ptr",
+                "factors_ptr planes_ptr",
+                "factors_ptr planes_ptr sums_ptr",
+            ],
             "direct_integers_rows_early": ["out_ptr", "out_ptr state_ptr"],
         },
         # On an 8.0 and an 8.9, 8 rows of int4 g64 with a bias and the convolution.

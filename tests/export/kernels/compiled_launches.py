@@ -295,7 +295,7 @@ def linear_floats(capability: int, dtype: torch.dtype) -> list[Launch]:
 def linear_integers(capability: int, dtype: torch.dtype) -> list[Launch]:
     """Launch products of few rows with weights in formats of GGUF files, and in groups of 64; also with long rows."""
     int4, int4_min, int8 = GGUF_FORMATS
-    return _with_long_rows(capability, dtype, [(4, int4), (8, int4_min), (4, int8), (8, 64)])
+    return _with_long_rows(capability, dtype, [(4, int4), (4, int4_min), (8, int4_min), (4, int8), (8, 64)])
 
 
 def _with_long_rows(capability: int, dtype: torch.dtype, calls: list[tuple[int, int | Format | None]]) -> list[Launch]:
