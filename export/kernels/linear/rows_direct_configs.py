@@ -117,8 +117,9 @@ class IntegersConfig:
         int4      52.6 | 49.6      62.7 | 66.8
         int8      75.3 | 77.4      83.3 | 85.3
 
-    The same choices are the best with minima, 59.4/71.1 us: qkv and o by stretches 61.9, down without a fence 61.8 and with
-    one 75.2, with one block 64.0/71.2, gate and up with two turns ahead 61.0/83.1 (one H200, 2026-12-01).
+    The same choices are the best with minima, 59.4/71.1 us: with 4 rows qkv and o by stretches 61.9, down without a fence
+    61.8, with 8 rows down with one 75.2, with one block in each turn 64.0/71.2. With planes joined by two instructions
+    57.4/69.7, and so with two turns of gate and up ahead 59.2/81.7 (one H200, 2026-12-01).
     """
 
     warps: int
