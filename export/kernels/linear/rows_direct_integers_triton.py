@@ -10,8 +10,7 @@ scales at once take 2 look-ups per block, not 8.
 A block has four spans of 32 elements. Four lanes load 32 bytes of a row, 8 each. The low nibbles of these bytes are a span
 and the high ones are the next, or the bytes are a span. A row's inputs are stored as a warp loads them (`store_operands`).
 
-Minima are multiplied ahead of the turns, in TF32, by the sums of their groups' inputs. TF32 has all bits of a minimum; a sum
-is two numbers of which it has all bits.
+Minima are multiplied ahead of the turns (`rows_direct_minima_triton`).
 
 A group's sum is an exact integer, the sums of the warps are added in one order, and no row sees another. So a row has the
 same bits whatever stands beside it.
@@ -24,6 +23,7 @@ import triton.language as tl
 
 from ostinato.export.kernels.early_start_triton import start_next, wait_for_previous
 
+from .rows_direct_minima_triton import load_minima, minima_products, store_sums
 from .rows_direct_store_triton import (
     load_past,
     load_residual,
@@ -38,10 +38,6 @@ from .rows_tiles_triton import BLOCK, ROUNDING_BITS, joined, joined_shortly, sum
 from .step_tiles_triton import hold_loads
 
 SPAN = tl.constexpr(32)
-# Groups of 32 whose minima a warp multiplies in a turn.
-MINIMA = tl.constexpr(32)
-# Mask of the bits that TF32 has of float32: 11 of the 21 that a sum of 32 in fixed point has.
-TF32 = tl.constexpr(-0x2000)
 # Masks of the lower and the upper four bits of four bytes, and of their upper bit.
 LOWER = tl.constexpr(0x0F0F0F0F)
 UPPER = tl.constexpr(-0x0F0F0F10)
@@ -114,11 +110,7 @@ def direct_integers_rows_early(
     for turn in tl.static_range(min(AHEAD, TURNS)):
         tile = load_turn(words, scale_ptr, scaled, turn, K, GROUP, BITS, WARPS, BLOCKS)
         tiles = tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005
-    minima = ()
-    if MINIMUM:
-        minimum_ptr += first.to(tl.int64) * (K // SPAN)
-        for turn in tl.static_range((K // SPAN + WARPS * MINIMA - 1) // (WARPS * MINIMA)):
-            minima = minima + (load_groups(minimum_ptr, line, turn, K, WARPS),)  # type: ignore[assignment]  # noqa: RUF005
+    minima = load_minima(minimum_ptr + first.to(tl.int64) * (K // SPAN), line, K, WARPS) if MINIMUM else ()
     taps, past, slot, offset = (), (), row, row
     if CHANNELS > 0:
         slot = tl.load(slots_ptr + row, mask=row < rows, other=-2)
@@ -289,33 +281,6 @@ def load_inputs(
 
 
 @triton.jit
-def load_groups(at, line, number, K: tl.constexpr, WARPS: tl.constexpr):
-    """Load what lines have for a turn of MINIMA groups of each warp: [WARPS, LINES, MINIMA], zeros behind the last group. As
-    float32 it is the left operand of a product in TF32; the right one must be transposed. Moves no data.
-
-    A lane has eight neighbouring groups. Their order is not that of memory; it is the same for all dtypes.
-
-    Args:
-        at: pointer to lines of K / 32 groups.
-        line: numbers of lines [1, 8, 1, LINES / 8, 1].
-    """
-    # A load has 16 bytes for each lane: with more, Triton would give these to two lanes.
-    LOADS: tl.constexpr = at.dtype.element_ty.primitive_bitwidth // 16
-    own = number * WARPS + tl.arange(0, WARPS)[None, None, :, None, None]
-    group = own * MINIMA + tl.arange(0, 4)[:, None, None, None, None] * 8
-    group += tl.arange(0, 8 // LOADS)[None, None, None, None, :]
-    values = tl.load(at + line * (K // SPAN) + group, mask=group < K // SPAN, other=0.0)
-    if LOADS == 2:
-        group += 4
-        more = tl.load(at + line * (K // SPAN) + group, mask=group < K // SPAN, other=0.0)
-        eights = tl.reshape(tl.join(values, more), [4, 8, WARPS, line.shape[3], 2, 2, 2])
-        values = tl.permute(eights, (0, 1, 2, 3, 6, 4, 5))
-    # Dimensions: lane, line of eight, warp, eight, pair of groups, and group of a pair.
-    pairs = tl.reshape(values, [4, 8, WARPS, line.shape[3], 4, 2])
-    return tl.reshape(tl.permute(pairs, (2, 3, 1, 4, 0, 5)), [WARPS, line.shape[3] * 8, MINIMA])
-
-
-@triton.jit
 def store_operands(
     planes_ptr,
     factors_ptr,
@@ -329,8 +294,7 @@ def store_operands(
     SUMS: tl.constexpr,
 ):
     """Store blocks [BLOCKS, 128] of a row in fixed point as `load_inputs` reads them: planes [K / 128, 2 COLUMNS * 128] and
-    factors [K / 128, COLUMNS]. With SUMS also sums [2 COLUMNS, K / 32] float32: two for a row, which add up to the exact sum
-    of 32 neighbours in fixed point times their factor, and of which TF32 has all bits.
+    factors [K / 128, COLUMNS]. With SUMS also sums; see `store_sums`.
 
     A warp loads at once the 512 bytes that eight columns have for 64 elements of a block. With SPANS a lane's 16 bytes are 8
     of each of two spans, else neighbours.
@@ -340,13 +304,7 @@ def store_operands(
     store_column(planes_ptr, lower, block, 2 * row + 1, K, COLUMNS, SPANS)
     tl.store(factors_ptr + block * COLUMNS + row, scale / 16, mask=block < K // BLOCK)
     if SUMS:
-        values = (upper.to(tl.float32) * 256.0 + lower.to(tl.float32)) * (scale / 16)[:, None]
-        of_groups = tl.sum(tl.reshape(values, [x.shape[0], 4, SPAN]), 2)
-        first = (of_groups.to(tl.int32, bitcast=True) & TF32).to(tl.float32, bitcast=True)
-        group = block[:, None, None] * 4 + tl.arange(0, 4)[None, :, None]
-        at = sums_ptr + (2 * row + tl.arange(0, 2)[None, None, :]) * (K // SPAN) + group
-        # One store: the values of another would go through shared memory again.
-        tl.store(at, tl.join(first, of_groups - first), mask=group < K // SPAN)
+        store_sums(sums_ptr, upper, lower, scale / 16, row, block, K)
 
 
 @triton.jit
@@ -427,23 +385,6 @@ def block_products(
         scale = of_group(scales, start * SPAN, GROUP, SCALE)
         products += (joined_shortly(integers) if BITS == 4 else joined(integers)) * scale[:, :, None]
     return products
-
-
-@triton.jit
-def minima_products(
-    minima, sums_ptr, rows, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WARPS: tl.constexpr
-):
-    """The minima of `load_groups` times the sums of `store_operands`: [WARPS, ROWS, COLUMNS]."""
-    eight = tl.arange(0, COLUMNS // 4)[None, None, None, :, None]
-    column = eight * 8 + tl.arange(0, 8)[None, :, None, None, None]
-    # Behind the last row is the last one again: numbers that were never written may be NaN.
-    column = tl.minimum(column, 2 * rows - 1)
-    products = tl.zeros([WARPS, ROWS, 2 * COLUMNS], tl.float32)
-    for turn in tl.static_range(len(minima)):
-        right = tl.permute(load_groups(sums_ptr, column, turn, K, WARPS), (0, 2, 1))
-        products = tl.dot(minima[turn].to(tl.float32), right, products, input_precision="tf32")
-    first, second = tl.split(tl.reshape(products, [WARPS, ROWS, COLUMNS, 2]))
-    return first + second
 
 
 @triton.jit

@@ -29,7 +29,8 @@ from ostinato.export.kernels.operands import FEW_ROWS, FOUR_ROWS, STEP_ROWS, Con
 from .rows_direct_configs import FloatsConfig, IntegersConfig, float_warps
 from .rows_direct_floats_triton import TURN, direct_floats_rows_early, direct_long_floats_rows_early
 from .rows_direct_int4_triton import STRETCH, direct_rows_early
-from .rows_direct_integers_triton import SPAN, direct_integers_rows_early, store_operands
+from .rows_direct_integers_triton import direct_integers_rows_early, store_operands
+from .rows_direct_minima_triton import GROUP
 from .rows_direct_store_triton import MAX_WARPS, TILE
 from .rows_direct_unpacked_triton import direct_unpacked_rows_early
 from .rows_prepare_triton import prepared_blocks
@@ -213,7 +214,7 @@ class DirectProduct:
         else:
             planes = x.new_empty((blocks, 2 * columns, BLOCK.value), dtype=torch.int8)
             factors = x.new_empty((blocks, columns), dtype=torch.float32)
-            prepared = planes, factors, factors.new_empty((2 * columns, k // SPAN.value)) if minima else factors
+            prepared = planes, factors, factors.new_empty((2 * columns, k // GROUP.value)) if minima else factors
         gates = 0 if self.gates is None else self.gates.shape[0]
         at_once = prepared_at_once(blocks, norm is not None)
         # `store_gates` has up to eight warps.

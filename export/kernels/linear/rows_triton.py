@@ -198,9 +198,7 @@ def _gains_from_direct(weight: Weight, normed: bool) -> bool:
     """
     if weight.format is None:
         return not normed and weight.columns <= DIRECT_COLUMNS
-    if in_fixed_point(weight):
-        return normed or weight.rows <= DIRECT_ROWS
-    return True
+    return not in_fixed_point(weight) or normed or weight.rows <= DIRECT_ROWS
 
 
 def _is_fused(x: Tensor, weight: Weight) -> bool:
