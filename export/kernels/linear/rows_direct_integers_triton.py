@@ -114,7 +114,7 @@ def direct_integers_rows_early(
     for turn in tl.static_range(min(AHEAD, TURNS)):
         tile = load_turn(words, scale_ptr, scaled, turn, K, GROUP, BITS, WARPS, BLOCKS)
         tiles = tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005
-    minima = load_minima(minimum_ptr + first.to(tl.int64) * (K // SPAN), line, K, WARPS) if MINIMUM else ()
+    minima = load_minima(minimum_ptr + first.to(tl.int64) * (K // GROUP), line, K, WARPS) if MINIMUM else ()
     taps, past, slot, offset = (), (), row, row
     if CHANNELS > 0:
         slot = tl.load(slots_ptr + row, mask=row < rows, other=-2)
@@ -362,8 +362,8 @@ def spans_of(words, GROUP: tl.constexpr, BITS: tl.constexpr, MINIMUM: tl.constex
     elif (EARLY or GROUP == SPAN) and not INTERPRETED:
         # Of an AND with a constant the compiler makes operations of bytes, and of an AND and a XOR two instructions. So a
         # layer of an 8B with 4/8 rows takes 58.8/69.7 us in int4_min and 49.5/61.3 in int4 g32; with these instructions
-        # 51.5/64.8 and 48.8/59.7, and in int4 g64 52.2/62.3, not 53.3/63.0 (one H200, 2026-12-01). In larger groups an 8.9
-        # would spill registers.
+        # 51.5/64.8 and 48.8/59.7, and in int4 g64 52.2/62.3, not 53.3/63.0 (one H200, 2026-12-01). On an 8.9, 8 rows in
+        # groups of 64 would spill 48 bytes.
         CODE: tl.constexpr = DIVIDE if MINIMUM else UNPACK
         return tl.inline_asm_elementwise(CODE, "=r,=r,r", [words], (tl.int32, tl.int32), is_pure=True, pack=1)
     elif MINIMUM:
